@@ -1,0 +1,1 @@
+"""From the lowered graph to machine code and the plan file."""

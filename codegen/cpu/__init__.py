@@ -1,0 +1,1 @@
+"""The CPU backend: one C++ unit per model, compiled by the pinned zig toolchain."""

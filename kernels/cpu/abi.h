@@ -1,0 +1,41 @@
+// The binary interface between runtime/executor.py and the code that codegen/cpu emits.
+// Every pointer is host memory owned by the caller and valid for the call. Change kAbiVersion with any change here
+// or in a weight layout; runtime/plan.py holds the same number.
+#pragma once
+#include <stdint.h>
+
+namespace llmc {
+
+constexpr int kAbiVersion = 1;
+constexpr int kPageSize = 16;  // positions per KV page
+
+// Sampling of one row; see RowSampling in runtime/batch.py. 64 bytes.
+struct RowSampling {
+  float temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
+  int32_t top_k;
+  int32_t num_penalty, num_bias;       // entries in the arrays below
+  int32_t penalty_offset, bias_offset; // first entry of this row in the batch's flat arrays
+  int32_t reserved;
+  uint64_t seed;
+  uint64_t reserved2;
+};
+static_assert(sizeof(RowSampling) == 64, "mirrored in runtime/executor.py");
+
+struct Batch {
+  int32_t num_tokens, num_seqs, num_rows, block_table_stride;
+  const int32_t* tokens;        // [T]
+  const int32_t* positions;     // [T]
+  const int32_t* query_start;   // [S+1]
+  const int32_t* block_tables;  // [S][block_table_stride]
+  const int32_t* rows;          // [R] indices into T
+  const RowSampling* sampling;  // [R]
+  const int32_t* penalty_tokens;
+  const int32_t* penalty_counts;
+  const int32_t* bias_tokens;
+  const float* bias_values;
+  int32_t* out_tokens;    // [R]
+  float* out_logprobs;    // [R]
+  float* logits;          // [R][V], or null when not asked for
+};
+
+}  // namespace llmc
