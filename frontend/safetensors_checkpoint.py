@@ -1,0 +1,178 @@
+"""A Hugging Face directory: config.json, safetensors (one file or shards with an index),
+generation_config.json.
+
+Opening validates every header and reads no tensor; pickle files are never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llmc.errors import UserError
+from llmc.frontend.checkpoint import TensorInfo
+from llmc.frontend.config import build_config, normalise_config, read_json
+from llmc.frontend.rawfile import RawFile, check_finite, row_range, sha256_of
+from llmc.frontend.safetensors_header import Stored, read_header
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_FLOATS: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+# Files beside the weights that can change the plan.
+TOKENIZER_FILES = (
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt", "sentencepiece.bpe.model",
+    "special_tokens_map.json", "spiece.model", "tekken.json", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
+
+
+class SafetensorsCheckpoint:
+    """`Checkpoint` over a directory. Weights stay on disk until `read`."""
+
+    def __init__(self, path: Path, label: str) -> None:
+        """Raises UserError for anything missing, malformed, truncated, pickled or already quantised."""
+        self.path = path
+        self.source_label = label
+        if not (path / "config.json").is_file():
+            raise UserError(
+                f"{path} has no config.json: give the directory of a Hugging Face model, or a .gguf file"
+            )
+        self._hf_config = build_config(read_json(path / "config.json"), str(path / "config.json"))
+        self._files: list[RawFile] = []
+        try:
+            self._stored = self._read_headers(find_weights(path))
+        except BaseException:
+            self.close()
+            raise
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(name, stored.shape, stored.dtype)
+            for name, (_, stored) in sorted(self._stored.items())
+        }
+
+    def _read_headers(self, weights: dict[str, set[str] | None]) -> dict[str, tuple[RawFile, Stored]]:
+        """Every tensor of every shard; a shard must hold exactly what the index says of it."""
+        found: dict[str, tuple[RawFile, Stored]] = {}
+        for shard, listed in weights.items():
+            file = RawFile(self.path / shard)
+            self._files.append(file)
+            tensors = read_header(file)
+            if listed is not None and (missing := sorted(listed - tensors.keys())):
+                raise UserError(
+                    f"{file.path} lacks {missing[0]}, which the index places there: fetch the shard again"
+                )
+            for name, stored in tensors.items():
+                if name in found:
+                    raise UserError(
+                        f"tensor {name} is stored twice, in {found[name][0].path.name} and {shard} "
+                        f"of {self.path}: remove one"
+                    )
+                found[name] = (file, stored)
+        return found
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return normalise_config(self._hf_config)
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        path = self.path / "generation_config.json"
+        return read_json(path) if path.is_file() else {}
+
+    def hf_config(self) -> Any:
+        import copy
+
+        return copy.deepcopy(self._hf_config)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.float32]:
+        file, stored = self._stored[name]
+        if stored.dtype not in _FLOATS:
+            raise UserError(
+                f"tensor {name} in {file.path} is stored as {stored.dtype}: only F32, F16 and BF16 are "
+                "supported"
+            )
+        kind = np.dtype(_FLOATS[stored.dtype])
+        first, rows, width = row_range(name, stored.shape, start, stop)
+        raw = file.read(stored.begin + first * width * kind.itemsize, rows * width * kind.itemsize).view(kind)
+        values = _widen(raw, stored.dtype).reshape((rows, *stored.shape[1:]) if stored.shape else ())
+        check_finite(values, name, file.path)
+        return values
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over the names and contents of the weights, configuration, tokenizer and template files."""
+        names = {file.path.name for file in self._files} | {
+            "config.json",
+            "generation_config.json",
+            *TOKENIZER_FILES,
+        }
+        total = hashlib.sha256()
+        for name in sorted(names):
+            if (self.path / name).is_file():
+                total.update(f"{name}\0{sha256_of(self.path / name)}\n".encode())
+        return total.hexdigest()
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+def _widen(raw: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
+    """Stored values as float32; a bfloat16 is the upper half of the float32 of the same value."""
+    if dtype == "BF16":
+        return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return raw.astype(np.float32, copy=False)
+
+
+def find_weights(path: Path) -> dict[str, set[str] | None]:
+    """The weight files of a directory: {file name: tensors that an index places there, None without an
+    index}.
+
+    A single model.safetensors comes before an index, as in transformers. Raises UserError when there is none.
+    """
+    if (path / "model.safetensors").is_file():
+        return {"model.safetensors": None}
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return _read_index(index)
+    others = sorted(item.name for item in path.glob("*.safetensors") if not item.name.startswith("adapter_"))
+    if len(others) == 1:
+        return {others[0]: None}
+    if others:
+        raise UserError(
+            f"{path} has {len(others)} safetensors files but no model.safetensors.index.json: fetch it too"
+        )
+    pickles = sorted(item.name for item in path.iterdir() if item.suffix in _PICKLES)
+    if pickles:
+        raise UserError(
+            f"{path} holds its weights as pickle ({pickles[0]}), which can run code and is refused: convert "
+            "it where you trust it, with transformers: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)"
+        )
+    raise UserError(f"{path} has no weights: model.safetensors (or shards with an index) is missing")
+
+
+def _read_index(index: Path) -> dict[str, set[str] | None]:
+    """Shards by name from model.safetensors.index.json; a shard is a file beside the index, nowhere else."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index} has no weight_map: fetch it again")
+    shards: dict[str, set[str] | None] = {}
+    for name, shard in sorted(weight_map.items()):
+        if not isinstance(shard, str) or shard != Path(shard).name or not shard.endswith(".safetensors"):
+            raise UserError(
+                f"{index} places {name} in {str(shard)[:100]!r}, which is no safetensors file beside it"
+            )
+        listed = shards.setdefault(shard, set())
+        assert listed is not None
+        listed.add(name)
+    for shard in shards:
+        if not (index.parent / shard).is_file():
+            raise UserError(
+                f"{index.parent / shard} is missing: the index lists {len(shards)} shards; fetch them all"
+            )
+    return dict(sorted(shards.items()))

@@ -1,0 +1,31 @@
+// What kernels pass to each other, and how they divide work.
+//
+// Two partitions exist. "By token": thread tid does rows tokens_of(par, T), by the same formula in every such kernel,
+// so kernels of this kind that follow each other on the same rows need no barrier between them. "By column": a thread
+// does whole tiles of 16 output columns for all rows. After a kernel by column, and before one, stands a barrier.
+//
+// Determinism: an element of an output is computed by one thread, by one sequence of floating-point operations that
+// depends on its own row alone, never on T, on the thread count or on the tile it fell into.
+#pragma once
+#include "pool.h"
+#include "simd.h"
+
+namespace llmc {
+
+// A row-major float32 matrix; row t starts at p + t * ld.
+struct Mat {
+  float* p;
+  int ld;
+  LLMC_INLINE float* row(int t) const { return p + (int64_t)t * ld; }
+};
+
+struct Range {
+  int begin, end;
+};
+
+LLMC_INLINE Range share_of(Par par, int n) {
+  return {(int)((int64_t)n * par.tid / par.nt), (int)((int64_t)n * (par.tid + 1) / par.nt)};
+}
+LLMC_INLINE Range tokens_of(Par par, int num_tokens) { return share_of(par, num_tokens); }
+
+}  // namespace llmc

@@ -1,0 +1,197 @@
+"""The llmc dialect: the closed set of ops that a lowered graph consists of, each with its schema, shape rule and
+reference implementation in plain torch.
+
+Activations are tokens-major and ragged: [T, …] with T all tokens of a step, of all sequences; no batch dimension, no
+padding. After `select_rows` the first dimension is R, the rows to sample. Because every op has a reference, the graph
+runs in PyTorch at every stage; that is how passes are checked and backends are tested.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmc.kernels.quant import fake_quantize, fake_quantize_activations
+
+_LIB = torch.library.Library("llmc", "DEF")
+OPS: dict[str, Any] = {}
+"""Every op of the dialect by name, e.g. OPS["rms_norm"] is torch.ops.llmc.rms_norm.default."""
+
+ACTIVATIONS = {
+    "none": lambda x: x,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "tanh": torch.tanh,
+}
+
+
+def _op(schema: str) -> Any:
+    """Registers a function as reference *and* shape rule of an op; a name can be registered once."""
+
+    def register(fn: Any) -> Any:
+        name = schema.split("(", 1)[0]
+        if name in OPS:
+            raise ValueError(f"dialect op {name} is registered twice")
+        _LIB.define(schema)
+        _LIB.impl(name, fn, "CompositeExplicitAutograd")
+        OPS[name] = getattr(torch.ops.llmc, name).default
+        return fn
+
+    return register
+
+
+@_op("embed(Tensor ids, Tensor weight, float scale, int offset, str format) -> Tensor")
+def embed(ids: Tensor, weight: Tensor, scale: float, offset: int, format: str) -> Tensor:
+    """ids [T] int, weight [V, C] -> weight[ids + offset] * scale, [T, C], through the stored format."""
+    if ids.is_meta:
+        return weight.new_empty(ids.shape[0], weight.shape[1])
+    rows = fake_quantize(weight[ids + offset], format)
+    return rows * scale if scale != 1.0 else rows
+
+
+@_op(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str act, bool gated, str format) -> Tensor"
+)
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    act: str,
+    gated: bool,
+    format: str,
+) -> Tensor:
+    """x [T, K], weight [N, K] (gated: [2N, K], gate rows then up rows) -> [T, N].
+
+    y = act(x W^T + b), gated: act(gate) * up; then + residual. `format` is how the weight is stored and multiplied:
+    f32, bf16 (activations float32), w8 or w4 (integer products: activations quantised per token and group of 32).
+    """
+    n = weight.shape[0] // (2 if gated else 1)
+    if x.is_meta or weight.is_meta:
+        return x.new_empty(x.shape[0], n)
+    if format in ("w8", "w4"):
+        x = fake_quantize_activations(x)
+    y = F.linear(x, fake_quantize(weight, format), bias)
+    y = ACTIVATIONS[act](y[:, :n]) * y[:, n:] if gated else ACTIVATIONS[act](y)
+    return y if residual is None else y + residual
+
+
+@_op("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor")
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x [T, …, C], over the last dimension (Zhang & Sennrich 2019)."""
+    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * weight
+
+
+@_op("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor")
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """x [T, …, C], over the last dimension (Ba et al. 2016)."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+@_op("rope_table(Tensor positions, Tensor inv_freq, float scale) -> Tensor")
+def rope_table(positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
+    """positions [T], inv_freq [ROT/2] -> [T, ROT]: cos(p f) * scale, then sin(p f) * scale."""
+    angle = positions.to(torch.float32)[:, None] * inv_freq
+    return torch.cat([angle.cos(), angle.sin()], -1) * scale
+
+
+@_op("rope(Tensor x, Tensor table) -> Tensor")
+def rope(x: Tensor, table: Tensor) -> Tensor:
+    """x [T, H, D], table [T, ROT] -> rotates the halves of the first ROT dims of every head (Su et al. 2021, in the
+    half-split form of GPT-NeoX and Llama); the rest passes through."""
+    rot = table.shape[1]
+    cos, sin = table[:, None, : rot // 2], table[:, None, rot // 2 :]
+    a, b, rest = x[..., : rot // 2], x[..., rot // 2 : rot], x[..., rot:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+@_op(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor query_start, Tensor? sinks, float scale, "
+    "int window, float softcap, int layer) -> Tensor"
+)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    query_start: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    layer: int,
+) -> Tensor:
+    """Causal grouped-query attention over ragged sequences that start at their first token (the paged cache is the
+    backend's). q [T, HQ, D], k and v [T, HKV, D], query_start [S+1] -> [T, HQ, D].
+
+    Key j is visible to query i when i - window < j <= i (window 0: no lower bound). softcap c > 0 replaces a score s
+    by c tanh(s / c). sinks [HQ] add one logit per head to the softmax denominator.
+    """
+    out = torch.empty_like(q)
+    if q.is_meta:
+        return out
+    groups = q.shape[1] // k.shape[1]
+    bounds = query_start.tolist()
+    for lo, hi in zip(bounds[:-1], bounds[1:], strict=True):
+        pos = positions[lo:hi]
+        qs, ks, vs = (t[lo:hi].transpose(0, 1) for t in (q, k, v))
+        ks, vs = ks.repeat_interleave(groups, 0), vs.repeat_interleave(groups, 0)
+        s = (qs @ ks.transpose(1, 2)) * scale
+        if softcap:
+            s = softcap * torch.tanh(s / softcap)
+        delta = pos[:, None] - pos[None, :]
+        hidden = (delta < 0) | ((delta >= window) if window else torch.zeros_like(delta, dtype=torch.bool))
+        s = s.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            s = torch.cat([s, sinks[:, None, None].expand(-1, s.shape[1], 1)], -1)
+        p = s.softmax(-1)[..., : hi - lo]
+        out[lo:hi] = (p @ vs).transpose(0, 1)
+    return out
+
+
+@_op("act(Tensor x, str kind) -> Tensor")
+def act(x: Tensor, kind: str) -> Tensor:
+    """Elementwise activation; see ACTIVATIONS."""
+    return ACTIVATIONS[kind](x).clone()
+
+
+@_op("gated_act(Tensor gate, Tensor up, str kind) -> Tensor")
+def gated_act(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """act(gate) * up (Shazeer 2020, GLU variants)."""
+    return ACTIVATIONS[kind](gate) * up
+
+
+@_op("add(Tensor a, Tensor b) -> Tensor")
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """Elementwise sum of equal shapes."""
+    return a + b
+
+
+@_op("mul(Tensor a, Tensor b) -> Tensor")
+def mul(a: Tensor, b: Tensor) -> Tensor:
+    """Elementwise product of equal shapes."""
+    return a * b
+
+
+@_op("scale(Tensor x, float value) -> Tensor")
+def scale(x: Tensor, value: float) -> Tensor:
+    """x * value."""
+    return x * value
+
+
+@_op("softcap(Tensor x, float cap) -> Tensor")
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap) (Gemma 2)."""
+    return cap * torch.tanh(x / cap)
+
+
+@_op("select_rows(Tensor x, Tensor rows) -> Tensor")
+def select_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x [T, C], rows [R] -> [R, C]."""
+    return x.new_empty(rows.shape[0], *x.shape[1:]) if x.is_meta else x[rows]

@@ -1,0 +1,144 @@
+"""Weights as recipes. A weight never passes through the graph: the graph carries a `WeightRef`, passes extend the
+recipe (transpose, concatenate, add, reorder), and the plan writer evaluates it a block of rows at a time, so that
+building needs memory for a block, not for the model.
+
+Recipes are frozen and compare by value: two uses of one weight (tied embedding and head) are equal and are stored
+once. `read` returns float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+Reader = Callable[[str, int, int], Array]
+"""(checkpoint tensor name, first row, end row) -> float32 rows."""
+
+
+@dataclass(frozen=True)
+class WeightRef:
+    """A weight of the given shape. Subclasses say how its rows come about."""
+
+    shape: tuple[int, ...]
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> Array:
+        """Rows start:stop along the first dimension, float32."""
+        raise NotImplementedError(type(self).__name__)
+
+    def describe(self) -> str:
+        """The recipe in one line, for the manifest and for IR dumps."""
+        raise NotImplementedError(type(self).__name__)
+
+
+@dataclass(frozen=True)
+class Stored(WeightRef):
+    """A tensor of the checkpoint, as it stands there."""
+
+    name: str
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> Array:
+        return reader(self.name, start, self.shape[0] if stop is None else stop)
+
+    def describe(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Zeros(WeightRef):
+    """All zeros: the bias of a linear without one, when it is merged with linears that have one."""
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> Array:
+        rows = len(range(*slice(start, stop).indices(self.shape[0])))
+        return np.zeros((rows, *self.shape[1:]), np.float32)
+
+    def describe(self) -> str:
+        return "zeros"
+
+
+@dataclass(frozen=True)
+class Transposed(WeightRef):
+    """The transpose of a 2-D weight (GPT-2 stores its linears as [in, out]). Reads the whole source."""
+
+    of: WeightRef
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> Array:
+        return np.ascontiguousarray(self.of.read(reader)[:, start:stop].T)
+
+    def describe(self) -> str:
+        return f"transpose({self.of.describe()})"
+
+
+@dataclass(frozen=True)
+class Affine(WeightRef):
+    """of * scale + shift, elementwise (Gemma's norms multiply by 1 + weight)."""
+
+    of: WeightRef
+    scale: float
+    shift: float
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> Array:
+        rows = self.of.read(reader, start, stop)
+        return rows * np.float32(self.scale) + np.float32(self.shift)
+
+    def describe(self) -> str:
+        return f"affine({self.of.describe()}, {self.scale!r}, {self.shift!r})"
+
+
+@dataclass(frozen=True)
+class Concat(WeightRef):
+    """Parts one after the other along the first dimension (merged QKV, merged gate and up)."""
+
+    parts: tuple[WeightRef, ...]
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> Array:
+        stop = self.shape[0] if stop is None else stop
+        pieces, base = [], 0
+        for part in self.parts:
+            lo, hi = max(start - base, 0), min(stop - base, part.shape[0])
+            if lo < hi:
+                pieces.append(part.read(reader, lo, hi))
+            base += part.shape[0]
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if pieces else np.zeros((0, *self.shape[1:]), np.float32)
+
+    def describe(self) -> str:
+        return "concat(" + ", ".join(p.describe() for p in self.parts) + ")"
+
+
+@dataclass(frozen=True)
+class Rows(WeightRef):
+    """The rows start : start + shape[0] of another weight."""
+
+    of: WeightRef
+    start: int
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> Array:
+        stop = self.shape[0] if stop is None else stop
+        return self.of.read(reader, self.start + start, self.start + stop)
+
+    def describe(self) -> str:
+        return f"rows({self.of.describe()}, {self.start}, {self.start + self.shape[0]})"
+
+
+def concat(parts: tuple[WeightRef, ...]) -> WeightRef:
+    """Concatenation along the first dimension; one part is itself."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = sum(p.shape[0] for p in parts)
+    return Concat((rows, *parts[0].shape[1:]), parts)
+
+
+def unzip_heads(ref: WeightRef, heads: int, pieces: tuple[tuple[int, int], ...]) -> WeightRef:
+    """Reorders rows laid out head by head, each head holding several pieces (GPT-NeoX: q, k, v of head 0, q, k, v of
+    head 1, …), so that every piece becomes one block over all heads: all q, all k, all v. `pieces` are
+    (first row, end row) within a head."""
+    per_head = ref.shape[0] // heads
+    parts = tuple(
+        Rows((hi - lo, *ref.shape[1:]), ref, h * per_head + lo) for lo, hi in pieces for h in range(heads)
+    )
+    return concat(parts)

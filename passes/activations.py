@@ -1,0 +1,69 @@
+"""Activations and products.
+
+silu, gelu (erf and tanh forms, also spelled out as in GPT-2), relu, tanh  ->  llmc.act(x, kind)
+act(gate) * up                                                             ->  llmc.gated_act(gate, up, kind)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import fx
+
+from llmc.kernels.dialect import OPS
+from llmc.passes.match import aten, calls, commuted, is_call, only_user, replace, scalar
+from llmc.passes.result import PassContext, PassResult
+
+
+def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
+    count, skipped = 0, []
+    for node in calls(graph, aten.tanh.default):
+        found = _spelled_out_gelu(node)
+        if found is not None:
+            x, last = found
+            replace(last, OPS["act"], (x, "gelu_tanh"))
+            count += 1
+    for node in calls(graph, aten.silu.default, aten.relu.default, aten.gelu.default):
+        replace(node, OPS["act"], (node.args[0], _kind(node)))
+        count += 1
+    for node in calls(graph, aten.mul.Tensor):
+        for gate, up in commuted(node):
+            if is_call(gate, OPS["act"]) and only_user(gate) is node and isinstance(up, fx.Node):
+                replace(node, OPS["gated_act"], (gate.args[0], up, gate.args[1]))
+                count += 1
+                break
+    return PassResult(count, skipped)
+
+
+def _kind(node: fx.Node) -> str:
+    if node.target is aten.gelu.default:
+        return "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
+    return "silu" if node.target is aten.silu.default else "relu"
+
+
+def _times(node: Any, value: float) -> Any:
+    """x of x * value."""
+    if is_call(node, aten.mul.Tensor):
+        for x, c in commuted(node):
+            if scalar(c) is not None and math.isclose(c, value, rel_tol=1e-6):
+                return x
+    return None
+
+
+def _spelled_out_gelu(tanh: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(x, last node) of 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+    inner = _times(tanh.args[0], math.sqrt(2 / math.pi))
+    if not is_call(inner, aten.add.Tensor):
+        return None
+    for x, cubic in commuted(inner):
+        cube = _times(cubic, 0.044715)
+        if not (is_call(cube, aten.pow.Tensor_Scalar) and cube.args[0] is x and cube.args[1] == 3):
+            continue
+        plus_one = only_user(tanh)
+        last = only_user(plus_one) if plus_one is not None else None
+        if last is None or not is_call(plus_one, aten.add.Tensor) or not is_call(last, aten.mul.Tensor):
+            return None
+        if any(a is plus_one and _times(b, 0.5) is x for a, b in commuted(last)):
+            return x, last
+    return None

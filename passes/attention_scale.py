@@ -1,0 +1,28 @@
+"""A constant factor on the queries belongs to the attention's scale (OPT scales q after its projection).
+
+attention(view(scale(x, c)), k, v, scale=s)  ->  attention(view(x), k, v, scale=s * c)
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from llmc.kernels.dialect import OPS
+from llmc.passes.match import aten, calls, is_call, only_user
+from llmc.passes.result import PassContext, PassResult
+
+
+def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
+    count = 0
+    for node in calls(graph, OPS["attention"]):
+        query, chain = node.args[0], []
+        while is_call(query, aten.view.default, OPS["rope"]) and only_user(query) is not None:  # type: ignore[arg-type]
+            chain.append(query)
+            query = query.args[0]  # type: ignore[union-attr]
+        if not is_call(query, OPS["scale"]) or only_user(query) is None or not chain:  # type: ignore[arg-type]
+            continue
+        x, factor = query.args  # type: ignore[union-attr]
+        query.replace_all_uses_with(x)  # type: ignore[union-attr]
+        node.args = (*node.args[:6], node.args[6] * factor, *node.args[7:])  # type: ignore[operator]
+        count += 1
+    return PassResult(count)

@@ -1,0 +1,54 @@
+"""Norms.
+
+x * rsqrt(mean(x^2) + eps) [* w]  ->  llmc.rms_norm(x, w, eps)
+aten.layer_norm over the last dimension  ->  llmc.layer_norm(x, w, b, eps)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from llmc.kernels.dialect import OPS
+from llmc.passes.match import aten, calls, commuted, is_call, is_vector, only_user, replace, scalar, shape
+from llmc.passes.result import PassContext, PassResult
+
+
+def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
+    count, skipped = 0, []
+    for node in calls(graph, aten.rsqrt.default):
+        found = _mean_of_squares(node.args[0])
+        if found is None:
+            skipped.append((node.name, "the root is not of a mean of squares over the last dimension"))
+            continue
+        x, eps = found
+        product = only_user(node)
+        if product is None or not is_call(product, aten.mul.Tensor) or x not in product.args:
+            skipped.append((node.name, "the root does not scale the value that it was taken from"))
+            continue
+        weight, last, user = None, product, only_user(product)
+        if user is not None and is_call(user, aten.mul.Tensor):
+            weight = next((b for a, b in commuted(user) if a is product and is_vector(b)), None)
+            last = user if weight is not None else product
+        replace(last, OPS["rms_norm"], (x, weight, eps))
+        count += 1
+    for node in calls(graph, aten.layer_norm.default):
+        x, dims, weight, bias, eps = (*node.args, None, None, 1e-5)[:5] if len(node.args) < 5 else node.args[:5]
+        if list(dims) != [shape(x)[-1]]:  # type: ignore[arg-type]
+            skipped.append((node.name, "it normalises over more than the last dimension"))
+            continue
+        replace(node, OPS["layer_norm"], (x, weight, bias, eps))
+        count += 1
+    return PassResult(count, skipped)
+
+
+def _mean_of_squares(node: Any) -> tuple[fx.Node, float] | None:
+    """(x, eps) of add(mean(pow(x, 2), last, keepdim), eps)."""
+    if not is_call(node, aten.add.Tensor):
+        return None
+    mean, eps = node.args[0], scalar(node.args[1])
+    if eps is None or not is_call(mean, aten.mean.dim) or not is_call(mean.args[0], aten.pow.Tensor_Scalar):
+        return None
+    x, exponent = mean.args[0].args
+    return (x, eps) if exponent == 2 and list(mean.args[1]) == [len(shape(x)) - 1] else None

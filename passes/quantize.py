@@ -1,0 +1,38 @@
+"""Chooses how every weight is stored and multiplied.
+
+linear(…, format="f32")  ->  linear(…, format=body_format); the head (it makes the logits) gets head_format
+embed(tokens, …)         ->  head_format, so that a tied table is stored once; position tables stay float32
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from llmc.kernels.dialect import OPS
+from llmc.passes.match import calls
+from llmc.passes.result import PassContext, PassResult
+
+
+def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
+    count, skipped = 0, []
+    for node in calls(graph, OPS["linear"]):
+        is_head = _reads_rows(node.args[0])
+        format = ctx.head_format if is_head else ctx.body_format
+        node.args = (*node.args[:6], format)
+        count += format != "f32"
+    for node in calls(graph, OPS["embed"]):
+        if node.args[0].name != "tokens":  # type: ignore[union-attr]
+            skipped.append((node.name, "a position table stays float32"))
+            continue
+        node.args = (*node.args[:4], ctx.head_format)
+        count += ctx.head_format != "f32"
+    return PassResult(count, skipped)
+
+
+def _reads_rows(node: object) -> bool:
+    """Whether a value is computed after `select_rows`."""
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        if node.target is OPS["select_rows"]:
+            return True
+        node = node.args[0]
+    return False

@@ -1,0 +1,33 @@
+"""What a pass says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a pass may depend on besides the graph.
+
+    body_format / head_format: how linears, and the head and token embedding, are stored ("f32", "bf16", "w8", "w4").
+    kv_dtype: "f32" or "bf16". max_model_len: longest sequence, bounds learned position tables.
+    """
+
+    body_format: str = "f32"
+    head_format: str = "f32"
+    kv_dtype: str = "f32"
+    num_layers: int = 0
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """count: rewrites made. skipped: nodes that almost matched, with the reason why they were left alone."""
+
+    count: int
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+
+Pass = Callable[[fx.Graph, PassContext], PassResult]

@@ -1,0 +1,115 @@
+"""A conversation to a prompt, by the checkpoint's own Jinja template.
+
+Gives the template what Hugging Face gives it (trimmed blocks, loop controls, `raise_exception`,
+`strftime_now`, `tojson`, the `generation` tag) in Jinja's immutable sandbox. A template that refuses a
+conversation is the client's error; one that does not parse is the plan's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from llmc.errors import UserError
+from llmc.runtime.request import RequestError
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks what a model wrote, for training; here it is just its
+    body.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which a prompt must not be.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+class ChatTemplate:
+    """A chat template and the special tokens it may name (`bos_token`, `eos_token`, …)."""
+
+    def __init__(self, template: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises UserError when the template does not parse."""
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(template)
+        except jinja2.TemplateError as error:
+            raise UserError(
+                f"the chat template does not parse ({error}); rebuild the plan with another"
+            ) from error
+        self._special = dict(special_tokens)
+        self.knows_developer = "developer" in template
+        """Whether the template names the role "developer", the newer name of "system"."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for a conversation. Raises RequestError with the template's words when it refuses.
+
+        messages: role, content and what else the template reads. variables: more names for the template, e.g.
+        enable_thinking.
+        """
+        if taken := RESERVED & variables.keys():
+            raise RequestError(f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
+        names = {
+            **self._special,
+            **variables,
+            "messages": list(messages),
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(names)
+        except jinja2.TemplateError as error:
+            raise RequestError(
+                f"the model's chat template refuses this conversation: {error}", param="messages"
+            ) from error
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            # Python errors inside a template come from the shape of the messages or variables that it was
+            # given.
+            raise RequestError(
+                f"the model's chat template fails on this conversation: {type(error).__name__}: {error}",
+                param="messages",
+            ) from error

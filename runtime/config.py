@@ -1,0 +1,32 @@
+"""The limits that an operator sets on an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmc.errors import UserError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits of an engine. What the executor or the KV pool cannot give is lowered to what they can.
+
+    max_model_len: prompt and output tokens of a sequence. max_num_seqs: sequences in one step.
+    max_num_batched_tokens: tokens in one step. max_queue: sequences that may wait beyond those that run.
+    check_integrity: assert the scheduler's invariants after every step (for tests). Raises UserError on a
+    number that makes no sense.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_queue: int = 256
+    eos_token_ids: frozenset[int] = frozenset()
+    check_integrity: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_queue < 0:
+            raise UserError(f"max_queue is {self.max_queue}; it must not be negative")

@@ -1,0 +1,383 @@
+"""The engine: one thread that schedules, runs and answers, and the thread-safe door to it.
+
+Read it from `_run`: take new commands, schedule a step, run it, hand each sampled token to its request, end
+what is done. Everything but the command queue and the counters belongs to that thread. A request that fails,
+fails alone: its pages are freed, its client is told, the thread goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from llmc.runtime.batch import Executor, StepOutput
+from llmc.runtime.batching import build_batch
+from llmc.runtime.config import EngineConfig as EngineConfig
+from llmc.runtime.detokenizer import TextCodec
+from llmc.runtime.kv import BlockAllocator
+from llmc.runtime.output import Track
+from llmc.runtime.request import (
+    EngineUnavailable,
+    FinishReason,
+    QueueFull,
+    Request,
+    RequestError,
+    RequestOutput,
+    output_limit,
+    random_seed,
+    sequence_seed,
+)
+from llmc.runtime.scheduler import Chunk, Scheduler
+from llmc.runtime.stats import EngineObserver, EngineStats, NoObserver
+from llmc.runtime.stream import AsyncStream, BlockingStream, Sink, wake_all
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Live:
+    """A request that has not finished: `open` are the indices of its sequences that have not."""
+
+    request: Request
+    sink: Sink
+    open: set[int]
+    tracks: dict[int, Track] = field(default_factory=dict)
+
+
+class Engine:
+    """Serves requests over one executor. `submit`, `abort`, `stats` and the rest of the public side may be
+    called from any thread; the executor is used by the engine's own thread only, and closed by `close`."""
+
+    def __init__(self, executor: Executor, config: EngineConfig, codec: TextCodec | None) -> None:
+        """Without a codec the outputs have tokens but no text, and stop strings are refused."""
+        tokens = min(config.max_num_batched_tokens, executor.max_num_tokens)
+        self.max_model_len = min(config.max_model_len, executor.num_pages * executor.page_size)
+        self.vocab_size = executor.vocab_size
+        self.observer: EngineObserver = NoObserver()
+        self._executor = executor
+        self._codec = codec
+        self._eos = config.eos_token_ids
+        self._check = config.check_integrity
+        self._max_num_seqs = min(config.max_num_seqs, tokens, executor.max_num_rows)
+        self._max_num_batched_tokens = tokens
+        self._scheduler = self._new_scheduler()
+        self._capacity = self._max_num_seqs + config.max_queue
+        self._live: dict[str, _Live] = {}
+        self._touched: set[Sink] = set()
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        # Guards the next five; notified when a command comes and when the engine runs empty.
+        self._changed = threading.Condition()
+        self._commands: list[Callable[[], None]] = []
+        self._known: set[str] = set()
+        self._unfinished = 0
+        self._draining = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="llmc-engine", daemon=True)
+
+    # --- The public side ---
+
+    def start(self) -> None:
+        """Starts the engine's thread. Call once."""
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining or self._closing
+
+    def open_stream(self, requests: Sequence[Request]) -> AsyncStream:
+        """Submits requests, all or none, and returns the stream of their outputs. Call in an event loop.
+
+        Raises RequestError (400), QueueFull (429) or EngineUnavailable (503). Close the stream when done with
+        it.
+        """
+        stream = AsyncStream(
+            sum(r.params.n for r in requests), lambda: self.abort(*(r.request_id for r in requests))
+        )
+        self._submit(requests, stream)
+        return stream
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request as they come; leaving the iteration aborts it. Raises as `open_stream`."""
+        stream = self.open_stream([request])
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    def generate_blocking(self, request: Request) -> Iterator[RequestOutput]:
+        """As `generate`, for an ordinary thread."""
+        stream = BlockingStream(request.params.n, lambda: self.abort(request.request_id))
+        self._submit([request], stream)
+        try:
+            yield from stream
+        finally:
+            stream.close()
+
+    def abort(self, *request_ids: str) -> None:
+        """Ends requests with "abort" before the next step; ids that are unknown or finished are ignored."""
+
+        def end() -> None:
+            for request_id in request_ids:
+                self._end_request(request_id, "abort")
+
+        self._command(end)
+
+    def begin_drain(self) -> None:
+        """From now on new requests get EngineUnavailable; those that are in, go on."""
+        self._draining = True
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Blocks until no request is unfinished, at most `timeout` seconds. Returns whether none is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._unfinished == 0, timeout)
+
+    def drain(self, timeout: float) -> bool:
+        """Stops taking requests, lets the others finish for `timeout` seconds, then aborts what is left.
+
+        Returns whether all finished by themselves. Blocks: from a coroutine, use asyncio.to_thread.
+        """
+        self.begin_drain()
+        finished = self.wait_idle(timeout)
+        if not finished:
+            self._command(lambda: self._end_all("abort", "the server is shutting down"))
+        return finished
+
+    def close(self) -> None:
+        """Aborts what is unfinished, ends the thread and closes the executor. A second call does nothing."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._executor.close()
+
+    def stats(self) -> EngineStats:
+        """A snapshot, read without stopping the engine: each figure is true, if not of the same instant."""
+        scheduler = self._scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_cache_usage=scheduler.allocator.usage,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            finished=dict(self._finished),
+        )
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            BlockAllocator(self._executor.num_pages, self._executor.page_size),
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+        )
+
+    # --- The command queue ---
+
+    def _submit(self, requests: Sequence[Request], sink: Sink) -> None:
+        limits = [
+            output_limit(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+            for request in requests
+        ]
+        if self._codec is None and any(request.params.stop for request in requests):
+            raise RequestError("stop strings need a tokenizer, and this plan holds none", param="stop")
+        count = sum(request.params.n for request in requests)
+        if count > self._capacity:
+            raise RequestError(
+                f"{count} sequences in one request are more than this server holds ({self._capacity})"
+            )
+        ids = [request.request_id for request in requests]
+        with self._changed:
+            if self.is_draining or not self._thread.is_alive():
+                raise EngineUnavailable("the server is shutting down", code="service_unavailable")
+            if self._unfinished + count > self._capacity:
+                raise QueueFull("the server's queue is full; try again later", code="rate_limit_exceeded")
+            if len(set(ids)) != len(ids) or not self._known.isdisjoint(ids):
+                raise ValueError(f"request ids are not unique: {ids}")
+            self._known.update(ids)
+            self._unfinished += count
+            self._commands.append(lambda: self._begin(requests, limits, sink))
+            self._changed.notify_all()
+
+    def _command(self, command: Callable[[], None]) -> None:
+        with self._changed:
+            self._commands.append(command)
+            self._changed.notify_all()
+
+    def _take_commands(self) -> list[Callable[[], None]] | None:
+        """Commands since the last call, in order; waits for some when there is nothing to run. None: time to
+        end.
+        """
+        with self._changed:
+            while not (self._commands or self._closing or self._scheduler.has_work):
+                self._changed.wait()
+            if self._closing:
+                return None
+            commands, self._commands = self._commands, []
+            return commands
+
+    # --- The engine's thread ---
+
+    def _run(self) -> None:
+        while (commands := self._take_commands()) is not None:
+            for command in commands:
+                self._guard(command)
+            self._guard(self._step)
+            self._deliver()
+        for command in self._commands:  # what came together with the end is told so, too
+            self._guard(command)
+        self._end_all("abort", "the server is shutting down")
+        self._deliver()
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Runs a part of the loop. If it raises, not a request has failed but the engine: everything starts
+        afresh.
+        """
+        try:
+            action()
+        except Exception:
+            log.exception("the engine failed; all its requests end with an error")
+            preemptions = self._scheduler.num_preemptions
+            self._scheduler = self._new_scheduler()
+            self._scheduler.num_preemptions = preemptions
+            for live in self._live.values():
+                live.tracks.clear()  # their sequences belong to the scheduler that is gone
+            self._end_all("error", "internal error: the engine failed")
+
+    def _begin(self, requests: Sequence[Request], limits: Sequence[int], sink: Sink) -> None:
+        for request in requests:
+            self._live[request.request_id] = _Live(request, sink, set(range(request.params.n)))
+        for request, limit in zip(requests, limits, strict=True):
+            base = random_seed() if request.params.seed is None else request.params.seed
+            for index in range(request.params.n):
+                sequence = self._scheduler.add(request, index, sequence_seed(base, index), limit)
+                self._live[request.request_id].tracks[index] = Track(sequence, self._codec, self._eos)
+
+    def _step(self) -> None:
+        chunks = self._scheduler.schedule()
+        if not chunks:
+            return
+        try:
+            output = self._executor.step(build_batch(chunks, self._eos))
+            tokens = output.tokens.tolist()
+            if len(tokens) != sum(chunk.samples for chunk in chunks):
+                raise RuntimeError(f"the executor sampled {len(tokens)} tokens for {len(chunks)} chunks")
+        except Exception:
+            ids = list(dict.fromkeys(chunk.sequence.request.request_id for chunk in chunks))
+            log.exception("a step failed; its requests end with an error: %s", ", ".join(ids))
+            for request_id in ids:
+                self._end_request(request_id, "error", "internal error: a step of the model failed")
+        else:
+            self._scheduler.commit(chunks, tokens)
+            self._answer(chunks, output, tokens)
+        if self._check:
+            self._scheduler.check_integrity()
+
+    def _answer(self, chunks: list[Chunk], output: StepOutput, tokens: list[int]) -> None:
+        now = time.monotonic()
+        sampled = [chunk.sequence for chunk in chunks if chunk.samples]
+        for row, (sequence, token) in enumerate(zip(sampled, tokens, strict=True)):
+            request_id = sequence.request.request_id
+            live = self._live.get(request_id)
+            if live is None:
+                continue  # another of its sequences failed in this very step
+            try:
+                self._answer_one(live, live.tracks[sequence.index], output, row, token, now)
+            except Exception:
+                log.exception("request %s failed", request_id)
+                self._end_request(request_id, "error", "internal error: the output could not be processed")
+
+    def _answer_one(
+        self, live: _Live, track: Track, output: StepOutput, row: int, token: int, now: float
+    ) -> None:
+        sequence = track.sequence
+        if not 0 <= token < self.vocab_size:
+            raise RuntimeError(f"the executor sampled token {token} of a vocabulary of {self.vocab_size}")
+        self._generation_tokens += 1
+        if track.last_token_time:
+            self.observer.next_token(now - track.last_token_time)
+        else:
+            self._prompt_tokens += sequence.num_prompt if sequence.index == 0 else 0
+            self.observer.first_token(now - live.request.arrival)
+        track.last_token_time = now
+        text, reason, is_output = track.advance(token)
+        logprob = track.logprob(token, output, row) if is_output else None
+        if reason is not None:
+            self._end_sequence(live, sequence.index, reason)
+        self._send(
+            live,
+            RequestOutput(
+                live.request.request_id,
+                sequence.index,
+                text,
+                (token,),
+                sequence.num_prompt,
+                sequence.num_output,
+                () if logprob is None else (logprob,),
+                reason,
+            ),
+        )
+
+    def _end_sequence(self, live: _Live, index: int, reason: FinishReason) -> None:
+        """Frees what a sequence holds. Comes before its last output, so that who reads that finds the pages
+        free.
+        """
+        track = live.tracks.pop(index, None)
+        if track is not None:
+            self._scheduler.finish(track.sequence)
+        live.open.discard(index)
+        self._finished[reason] += 1
+        if not live.open:
+            del self._live[live.request.request_id]
+            self.observer.finished(time.monotonic() - live.request.arrival)
+        with self._changed:
+            self._unfinished -= 1
+            if not live.open:
+                self._known.discard(live.request.request_id)
+            self._changed.notify_all()
+
+    def _end_request(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """Ends what is left of a request; does nothing when it has finished."""
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        for index in sorted(live.open):
+            track = live.tracks.get(index)
+            num_output = track.sequence.num_output if track is not None else 0
+            self._end_sequence(live, index, reason)
+            self._send(
+                live,
+                RequestOutput(
+                    request_id,
+                    index,
+                    "",
+                    (),
+                    len(live.request.prompt),
+                    num_output,
+                    finish_reason=reason,
+                    error=error,
+                ),
+            )
+
+    def _end_all(self, reason: FinishReason, error: str) -> None:
+        for request_id in list(self._live):
+            self._end_request(request_id, reason, error)
+
+    def _send(self, live: _Live, output: RequestOutput) -> None:
+        live.sink.push(output)
+        self._touched.add(live.sink)
+
+    def _deliver(self) -> None:
+        touched, self._touched = self._touched, set()
+        wake_all(touched)

@@ -1,0 +1,59 @@
+"""The output side of one sequence: from sampled tokens to text, log-probabilities and a reason to end."""
+
+from __future__ import annotations
+
+from llmc.runtime.batch import StepOutput
+from llmc.runtime.batching import top_logprobs
+from llmc.runtime.detokenizer import IncrementalDetokenizer, StopMatcher, TextCodec
+from llmc.runtime.request import FinishReason, TokenLogprob
+from llmc.runtime.scheduler import Sequence
+
+
+class Track:
+    """What has become of a sequence's tokens so far. Used by the engine's thread only."""
+
+    def __init__(self, sequence: Sequence, codec: TextCodec | None, eos: frozenset[int]) -> None:
+        params = sequence.request.params
+        self.sequence = sequence
+        self.last_token_time = 0.0
+        self._stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self._stop_ids |= eos
+        self._matcher = StopMatcher(params.stop)
+        self._detokenizer = None
+        if codec is not None:
+            prompt = sequence.request.prompt
+            self._detokenizer = IncrementalDetokenizer(codec, prompt, params.skip_special_tokens)
+
+    def advance(self, token: int) -> tuple[str, FinishReason | None, bool]:
+        """Takes the token just appended to the sequence.
+
+        Returns the text that can go out, why the sequence ends with this token (None: it goes on), and
+        whether the token is part of the output: one that ends it is not.
+        """
+        armed = self.sequence.num_output >= self.sequence.request.params.min_tokens
+        if armed and token in self._stop_ids:
+            return self._rest(armed), "stop", False
+        text, hit = "", False
+        if self._detokenizer is not None:
+            text, hit = self._matcher.push(self._detokenizer.push(token), armed)
+        if hit:
+            return text, "stop", True
+        if self.sequence.at_length:
+            return text + self._rest(armed), "length", True
+        return text, None, True
+
+    def logprob(self, token: int, output: StepOutput, row: int) -> TokenLogprob | None:
+        """The log-probabilities that the request asked for, of the token sampled in `row`."""
+        wanted = self.sequence.request.params.logprobs
+        if wanted is None:
+            return None
+        top = top_logprobs(output.logits[row], wanted) if wanted and output.logits is not None else ()
+        return TokenLogprob(token, float(output.logprobs[row]), top)
+
+    def _rest(self, armed: bool) -> str:
+        """Text held back so far, when no token will follow."""
+        if self._detokenizer is None:
+            return ""
+        text, hit = self._matcher.push(self._detokenizer.flush(), armed)
+        return text if hit else text + self._matcher.flush()

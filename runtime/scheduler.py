@@ -1,0 +1,255 @@
+"""Which tokens of which sequences run in the next step.
+
+Continuous batching over a paged KV pool: pure decisions on plain Python values, no clock, no arrays, no
+threads.
+
+Invariants, checked by `check_integrity`:
+ 1. A step has at most `max_num_batched_tokens` tokens and at most `max_num_seqs` sequences.
+ 2. `running` and `waiting` are each in order of arrival, and every running sequence is older than every
+    waiting one: sequences are admitted from the head of the queue only, and the newest running one is the one
+    preempted, back to the head. So service is first come, first served, and none starves.
+ 3. A waiting sequence owns no pages. A running one owns exactly the pages of its computed positions (within a
+    step: of the positions computed when it ends).
+ 4. While there is work, a step is never empty: the oldest sequence always advances. It can be refused pages
+    only when it is alone, and alone every accepted sequence fits the pool.
+
+Order within a step: sequences with one token left to compute (decodes) first, then prefills in chunks, oldest
+first, then admissions. A preempted sequence keeps its tokens; they are computed again as if they were a
+prompt, and only the next one is sampled: a token is never sampled twice.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from llmc.runtime.kv import BlockAllocator
+from llmc.runtime.request import Request, RequestError
+
+
+class Sequence:
+    """One of the `n` sequences of a request. tokens: prompt and output; num_computed: positions in the KV
+    pool.
+    """
+
+    def __init__(self, seq_id: int, request: Request, index: int, seed: int, max_tokens: int) -> None:
+        self.seq_id = seq_id
+        self.request = request
+        self.index = index
+        self.seed = seed
+        self.max_tokens = max_tokens
+        self.tokens = array("i", request.prompt)
+        self.num_prompt = len(request.prompt)
+        self.num_computed = 0
+        self.pages = array("i")
+        self.running = False
+        # How often each id occurs in the output: what the penalties need, kept so as not to count anew each
+        # step.
+        self.output_counts: dict[int, int] = {}
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        """Tokens known but not yet computed. At least 1."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def at_length(self) -> bool:
+        return self.num_output >= self.max_tokens
+
+    def append(self, token: int) -> None:
+        """Adds a sampled token."""
+        self.tokens.append(token)
+        self.output_counts[token] = self.output_counts.get(token, 0) + 1
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Positions start .. start+count-1 of a sequence in one step; `samples` when they reach its last known
+    token.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+
+
+class _Step:
+    """A step while it is put together."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.chunks: dict[int, Chunk] = {}
+
+    def add(self, sequence: Sequence, count: int) -> None:
+        self.chunks[sequence.seq_id] = Chunk(
+            sequence, sequence.num_computed, count, count == sequence.remaining
+        )
+        self.budget -= count
+
+    def discard(self, sequence: Sequence) -> None:
+        chunk = self.chunks.pop(sequence.seq_id, None)
+        if chunk is not None:
+            self.budget += chunk.count
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill and preemption by recompute. Used by one thread."""
+
+    def __init__(self, allocator: BlockAllocator, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """max_num_seqs must not exceed max_num_batched_tokens, so that all decodes fit one step (else
+        ValueError).
+        """
+        if not 1 <= max_num_seqs <= max_num_batched_tokens:
+            raise ValueError(
+                f"need 1 <= max_num_seqs ({max_num_seqs}) <= tokens per step ({max_num_batched_tokens})"
+            )
+        self.allocator: Final = allocator
+        self.max_num_seqs: Final = max_num_seqs
+        self.max_num_batched_tokens: Final = max_num_batched_tokens
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self.num_preemptions = 0
+        self._next_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def fits(self, num_prompt: int, max_tokens: int) -> bool:
+        """Whether a sequence could run with the pool to itself. Its last token is never computed."""
+        return self.allocator.pages_for(num_prompt + max_tokens - 1) <= self.allocator.num_pages
+
+    def add(self, request: Request, index: int, seed: int, max_tokens: int) -> Sequence:
+        """Queues sequence `index` of a request. Raises RequestError when it could never fit the pool."""
+        if not self.fits(len(request.prompt), max_tokens):
+            capacity = self.allocator.num_pages * self.allocator.page_size
+            raise RequestError(
+                f"{len(request.prompt)} prompt tokens and {max_tokens} output tokens can never fit the KV "
+                f"cache of {capacity} tokens; ask for fewer tokens or serve with a larger KV cache",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        sequence = Sequence(self._next_id, request, index, seed, max_tokens)
+        self._next_id += 1
+        self.waiting.append(sequence)
+        return sequence
+
+    def schedule(self) -> list[Chunk]:
+        """Chooses the next step and gives its sequences the pages it writes. Empty only when there is no
+        work.
+
+        The caller runs the chunks, then calls `commit`; or, if the run failed, `finish` for each of their
+        sequences.
+        """
+        step = _Step(self.max_num_batched_tokens)
+        decodes = [s for s in self.running if s.remaining == 1]
+        prefills = [s for s in self.running if s.remaining > 1]
+        for sequence in decodes + prefills:
+            if not sequence.running:
+                continue  # preempted a moment ago by an older one
+            if step.budget == 0:
+                break
+            count = min(sequence.remaining, step.budget)
+            if self._grow(sequence, sequence.num_computed + count, step):
+                step.add(sequence, count)
+        self._admit(step)
+        if self.has_work and not step.chunks:
+            raise AssertionError("the scheduler found nothing to run although there is work")
+        return list(step.chunks.values())
+
+    def commit(self, chunks: list[Chunk], tokens: list[int]) -> list[Sequence]:
+        """Records that the step ran: tokens holds one sampled id per chunk with `samples`, in order.
+
+        Returns the sequences that got a token. The caller ends those that are done with `finish`.
+        """
+        sampled: list[Sequence] = []
+        for chunk in chunks:
+            chunk.sequence.num_computed += chunk.count
+            if chunk.samples:
+                chunk.sequence.append(tokens[len(sampled)])
+                sampled.append(chunk.sequence)
+        if len(sampled) != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens for {len(sampled)} sampled sequences")
+        return sampled
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes a sequence out, whatever its state, and frees its pages."""
+        if sequence.running:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def _grow(self, sequence: Sequence, num_tokens: int, step: _Step) -> bool:
+        """Gives a running sequence pages for `num_tokens` positions, preempting from the newest.
+
+        False when the sequence itself was the newest and had to go.
+        """
+        need = self.allocator.pages_for(num_tokens) - len(sequence.pages)
+        while need > self.allocator.num_free:
+            victim = self.running[-1]
+            self._preempt(victim, step)
+            if victim is sequence:
+                return False
+        sequence.pages.extend(self.allocator.allocate(sequence.seq_id, need))
+        return True
+
+    def _preempt(self, victim: Sequence, step: _Step) -> None:
+        step.discard(victim)
+        self.running.remove(victim)
+        self._release(victim)
+        victim.num_computed = 0
+        self.waiting.appendleft(victim)
+        self.num_preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        self.allocator.free(sequence.seq_id, sequence.pages)
+        sequence.pages = array("i")
+        sequence.running = False
+
+    def _admit(self, step: _Step) -> None:
+        """Starts waiting sequences while there is room for all tokens they and the running ones know of.
+
+        Room for the whole sequence, not just its first chunk: else a half-done prefill would soon be
+        preempted again.
+        """
+        allocator = self.allocator
+        promised = sum(allocator.pages_for(len(s.tokens)) - len(s.pages) for s in self.running)
+        while self.waiting and step.budget > 0 and len(self.running) < self.max_num_seqs:
+            sequence = self.waiting[0]
+            need = allocator.pages_for(len(sequence.tokens))
+            if need > allocator.num_free - promised:
+                break
+            self.waiting.popleft()
+            self.running.append(sequence)
+            sequence.running = True
+            count = min(sequence.remaining, step.budget)
+            sequence.pages.extend(allocator.allocate(sequence.seq_id, allocator.pages_for(count)))
+            promised += need - len(sequence.pages)
+            step.add(sequence, count)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant does not hold. To be called between steps."""
+        self.allocator.check_integrity({s.seq_id: s.pages for s in self.running})
+        ids = [s.seq_id for s in self.running] + [s.seq_id for s in self.waiting]
+        if ids != sorted(set(ids)):
+            raise AssertionError(f"sequences are out of order of arrival: {ids}")
+        if len(self.running) > self.max_num_seqs:
+            raise AssertionError(f"{len(self.running)} sequences run, {self.max_num_seqs} may")
+        for s in self.running:
+            if not s.running or s.remaining < 1 or s.at_length:
+                raise AssertionError(f"sequence {s.seq_id} runs with {s.remaining} tokens to compute")
+            if len(s.pages) != self.allocator.pages_for(s.num_computed):
+                raise AssertionError(
+                    f"sequence {s.seq_id}: {len(s.pages)} pages, {s.num_computed} computed positions"
+                )
+        for s in self.waiting:
+            if s.running or s.pages or s.num_computed:
+                raise AssertionError(f"sequence {s.seq_id} waits but holds pages")

@@ -1,0 +1,170 @@
+"""POST /v1/chat/completions: a conversation in, its next turn out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from llmc.runtime.request import Request, RequestError, RequestOutput, TokenLogprob
+from llmc.runtime.server.http import EventStream, error_object, json_response, read_body, until_disconnect
+from llmc.runtime.server.protocol import ChatBody, Message, parse
+from llmc.runtime.server.sampling import sampling_params
+from llmc.runtime.server.service import Envelope, Service, Usage, logprob, new_id, raise_failure
+from llmc.runtime.stream import AsyncStream
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+
+async def chat_completions(service: Service, http: HttpRequest) -> Response:
+    """Answers one call. Raises RequestError for whatever cannot be served."""
+    body = parse(ChatBody, await read_body(http, service.max_body_bytes))
+    service.check_model(body.model)
+    _refuse_unsupported(body)
+    include_usage = body.include_usage
+    prompt = await _prompt(service, body)
+    params = sampling_params(
+        body,
+        service.model.defaults,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    request = Request(new_id("req"), prompt, params)
+    answer = _Answer(service, request)
+    stream = service.engine.open_stream([request])
+    if body.stream:
+        return EventStream(answer.events(stream, include_usage), stream.close)
+    try:
+        return json_response(await until_disconnect(http, answer.collect(stream)))
+    finally:
+        stream.close()
+
+
+def _refuse_unsupported(body: ChatBody) -> None:
+    if body.tools or body.functions or body.tool_choice not in (None, "none", "auto"):
+        raise RequestError("tools are not supported", param="tools")
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        raise RequestError('response_format: only {"type": "text"} is supported', param="response_format")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if not body.messages:
+        raise RequestError("messages must hold at least one message", param="messages")
+
+
+async def _prompt(service: Service, body: ChatBody) -> tuple[int, ...]:
+    template = service.model.chat_template
+    if template is None:
+        raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+    messages = [_template_message(m, i, template.knows_developer) for i, m in enumerate(body.messages)]
+
+    def encode() -> tuple[int, ...]:
+        text = template.render(
+            messages, body.add_generation_prompt is not False, **(body.chat_template_kwargs or {})
+        )
+        # The template has written the special tokens already.
+        return tuple(service.model.codec.encode(text, add_special_tokens=False))
+
+    return await service.run(sum(len(m["content"]) for m in messages), encode)
+
+
+def _template_message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:
+    """A message as templates expect it: its content one string."""
+    param = f"messages.{index}"
+    role, content = message.role, message.content
+    if role not in ROLES:
+        raise RequestError(f"{param}.role: unknown role {role[:40]!r}", param="messages")
+    if role == "developer" and not knows_developer:
+        role = "system"
+    if content is None:
+        if role != "assistant":
+            raise RequestError(f"{param}.content: must be a string or a list of text parts", param="messages")
+        content = ""
+    if not isinstance(content, str):
+        texts = []
+        for part in content:
+            if part.type != "text" or part.text is None:
+                raise RequestError(f"{param}.content: only text parts are supported", param="messages")
+            texts.append(part.text)
+        content = "\n".join(texts)
+    return {**(message.model_extra or {}), "role": role, "content": content}
+
+
+class _Answer:
+    """One response under way."""
+
+    def __init__(self, service: Service, request: Request) -> None:
+        self._codec = service.model.codec
+        self._name = service.model.name
+        self._id = new_id("chatcmpl")
+        self._n = request.params.n
+        self._with_logprobs = request.params.logprobs is not None
+        self._usage = Usage([request.prompt])
+
+    async def collect(self, stream: AsyncStream) -> dict[str, Any]:
+        """The whole response, when all sequences have ended."""
+        gathered: list[RequestOutput | None] = [None] * self._n
+        async for output in stream:
+            raise_failure(output)
+            self._usage.add(output)
+            before = gathered[output.index]
+            gathered[output.index] = output if before is None else before.merge(output)
+        choices = [
+            {
+                "index": output.index,
+                "message": {"role": "assistant", "content": output.text, "refusal": None},
+                "logprobs": self._logprobs(output.logprobs),
+                "finish_reason": output.finish_reason,
+            }
+            for output in gathered
+            if output is not None
+        ]
+        envelope = Envelope(self._id, "chat.completion", self._name)
+        return envelope.wrap(choices, usage=self._usage.as_dict())
+
+    async def events(self, stream: AsyncStream, include_usage: bool) -> AsyncIterator[dict[str, Any]]:
+        """The response in chunks: the roles, the text, for each choice an empty one with its finish
+        reason.
+        """
+        envelope = Envelope(self._id, "chat.completion.chunk", self._name)
+        more: dict[str, Any] = {"usage": None} if include_usage else {}
+        for index in range(self._n):
+            yield envelope.wrap([_delta(index, {"role": "assistant", "content": ""})], **more)
+        try:
+            async for output in stream:
+                raise_failure(output)
+                self._usage.add(output)
+                if output.text or output.logprobs:
+                    logprobs = self._logprobs(output.logprobs)
+                    yield envelope.wrap([_delta(output.index, {"content": output.text}, logprobs)], **more)
+                if output.finish_reason is not None:
+                    yield envelope.wrap([_delta(output.index, {}, reason=output.finish_reason)], **more)
+        except RequestError as error:
+            # The status is long sent.
+            yield error_object(error)
+            return
+        if include_usage:
+            yield envelope.wrap([], usage=self._usage.as_dict())
+
+    def _logprobs(self, entries: tuple[TokenLogprob, ...]) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        content = [
+            {
+                **self._token(entry.token, entry.logprob),
+                "top_logprobs": [self._token(token, value) for token, value in entry.top],
+            }
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, value: float) -> dict[str, Any]:
+        data = self._codec.token_bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": logprob(value), "bytes": list(data)}
+
+
+def _delta(
+    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

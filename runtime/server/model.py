@@ -1,0 +1,55 @@
+"""What a server says it serves: a name, a tokenizer, a chat template and the checkpoint's sampling
+defaults.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from llmc.runtime.chat import ChatTemplate
+from llmc.runtime.detokenizer import TextCodec
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Values for fields that a request leaves out, from the checkpoint's generation config."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, object]) -> SamplingDefaults:
+        """Takes what it knows from a generation_config.json; `do_sample: false` does not make a server
+        greedy.
+        """
+        known = {
+            "temperature": float,
+            "top_p": float,
+            "top_k": int,
+            "min_p": float,
+            "repetition_penalty": float,
+        }
+        values = {
+            name: kind(value)
+            for name, kind in known.items()
+            if isinstance(value := config.get(name), int | float) and not isinstance(value, bool)
+        }
+        return cls(**values)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model under its public name. chat_template None: a base model, chat is refused. created: Unix
+    time.
+    """
+
+    name: str
+    codec: TextCodec
+    chat_template: ChatTemplate | None = None
+    defaults: SamplingDefaults = SamplingDefaults()
+    created: int = field(default_factory=lambda: int(time.time()))

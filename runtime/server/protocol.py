@@ -1,0 +1,154 @@
+"""The bodies that clients send, field by field.
+
+Types are strict: "5" is no number and 1.0 no integer. Ranges are not checked here but by `SamplingParams`,
+which the command line uses as well. Fields that nobody knows are ignored, with a warning in the log. The
+answers are plain dictionaries, made where they are sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError
+
+from llmc.runtime.request import RequestError
+
+log = logging.getLogger(__name__)
+
+# Fields of OpenAI's API that change nothing here and deserve no warning.
+HARMLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
+_MAX_WARNED = 100
+_warned: set[str] = set()
+
+
+class Body(BaseModel):
+    """Strict types, no NaN or infinity, unknown fields kept apart."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class SamplingBody(Body):
+    """What both endpoints take. None is as good as absent."""
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a chunk of token counts. Raises RequestError when there is no
+        stream.
+        """
+        if self.stream_options is None:
+            return False
+        if not self.stream:
+            raise RequestError("stream_options needs stream to be true", param="stream_options")
+        return bool(self.stream_options.include_usage)
+
+
+def _prompt_kind(value: object) -> str | None:
+    """Which of the four kinds of prompt this is, judged by its first element: so that a long list is read
+    once.
+    """
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else 0
+    return "texts" if isinstance(first, str) else "token lists" if isinstance(first, list) else "tokens"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Tag("texts")]
+    | Annotated[list[int], Tag("tokens")]
+    | Annotated[list[list[int]], Tag("token lists")],
+    Discriminator(
+        _prompt_kind,
+        custom_error_type="prompt_type",
+        custom_error_message="must be a string, a list of strings, a list of token ids or a list of such lists",
+    ),
+]
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class ContentPart(Body):
+    type: str
+    text: str | None = None
+
+
+class Message(Body):
+    """One turn. Other fields (name, tool_calls, …) go to the chat template as they are."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+BodyType = TypeVar("BodyType", bound=SamplingBody)
+
+
+def parse(kind: type[BodyType], data: bytes) -> BodyType:
+    """A body from JSON. Raises RequestError that names the first wrong field."""
+    try:
+        body = kind.model_validate_json(data)
+    except ValidationError as error:
+        raise _request_error(error) from error
+    for name in sorted((body.model_extra or {}).keys() - HARMLESS - _warned):
+        # Bounded, as the names come from outside.
+        if len(_warned) < _MAX_WARNED:
+            _warned.add(name)
+            log.warning("ignoring the unknown request field %r", name[:80])
+    return body
+
+
+def _request_error(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = [str(part) for part in first["loc"]]
+    if not path:
+        return RequestError(f"the body is not a JSON object of the expected form: {first['msg']}")
+    return RequestError(f"{'.'.join(path)}: {first['msg']}", param=path[0])
