@@ -1,19 +1,18 @@
 """Weights into the layouts that the CPU kernels read; `kernels/cpu/weights.h` defines them.
 
 A matrix is packed by blocks of rows, so a huge one is streamed: `packed_layout` says where its regions lie,
-`pack_rows` gives the bytes of a block for each region, and the bytes of consecutive blocks follow each other in each
-region. `fake_quantize` gives the float32 values that the kernels compute with.
+`pack_rows` gives the bytes of a block for each region, and those of consecutive blocks follow each other.
+`fake_quantize` gives the float32 values that the kernels compute with.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-Fmt = Literal["f32", "bf16", "w8", "w4"]
 Array = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
@@ -50,7 +49,7 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _tile_bytes(fmt: Fmt, k: int) -> list[tuple[Literal["data", "scale", "min"], int]]:
+def _tile_bytes(fmt: str, k: int) -> list[tuple[Literal["data", "scale", "min"], int]]:
     kp = _round_up(k, GROUP)
     scales = kp // GROUP * LANES * 2
     if fmt == "f32":
@@ -61,10 +60,10 @@ def _tile_bytes(fmt: Fmt, k: int) -> list[tuple[Literal["data", "scale", "min"],
         return [("data", kp * LANES), ("scale", scales)]
     if fmt == "w4":
         return [("data", kp * LANES // 2), ("scale", scales), ("min", scales)]
-    raise ValueError(f"unknown weight format {fmt!r}; known: {', '.join(get_args(Fmt))}")
+    raise ValueError(f"unknown weight format {fmt!r}; known: f32, bf16, w8, w4")
 
 
-def packed_layout(fmt: Fmt, n: int, k: int, gated: bool = False) -> PackedLayout:
+def packed_layout(fmt: str, n: int, k: int, gated: bool = False) -> PackedLayout:
     """The layout of an [n, k] matrix; gated: of two of them, gate and up, in alternating tiles."""
     tiles = _round_up(n, LANES) // LANES * (2 if gated else 1)
     regions, at = [], 0
@@ -75,11 +74,11 @@ def packed_layout(fmt: Fmt, n: int, k: int, gated: bool = False) -> PackedLayout
     return PackedLayout(tuple(regions), _round_up(at, ALIGN))
 
 
-def pack_rows(fmt: Fmt, rows: Array) -> tuple[Bytes, ...]:
+def pack_rows(fmt: str, rows: Array) -> tuple[Bytes, ...]:
     """The bytes of consecutive rows [n, K], one flat uint8 array per region in the order of `packed_layout`.
 
-    n is a multiple of 16 except in the last block of a matrix, which is padded with zero rows. Raises ValueError for
-    values that a scale in float16 cannot reach.
+    n is a multiple of 16 except in the last block of a matrix, which is padded with zero rows. ValueError: a
+    weight that a scale in float16 cannot reach.
     """
     n, k = rows.shape
     step = max(LANES, _ROWS_AT_ONCE // max(k, 1) // LANES * LANES)
@@ -91,8 +90,8 @@ def pack_rows(fmt: Fmt, rows: Array) -> tuple[Bytes, ...]:
     return tuple(np.concatenate(parts) for parts in zip(*blocks, strict=True))
 
 
-def pack_gated_rows(fmt: Fmt, gate: Array, up: Array) -> tuple[Bytes, ...]:
-    """`pack_rows` of the same rows of two matrices [n, K] for a gated product: tiles of gate and up alternate."""
+def pack_gated_rows(fmt: str, gate: Array, up: Array) -> tuple[Bytes, ...]:
+    """`pack_rows` of the same rows of two matrices [n, K] for a gated product: their tiles alternate."""
     if gate.shape != up.shape:
         raise ValueError(f"gate {gate.shape} and up {up.shape} differ in shape")
     k = gate.shape[1]
@@ -102,7 +101,7 @@ def pack_gated_rows(fmt: Fmt, gate: Array, up: Array) -> tuple[Bytes, ...]:
     )
 
 
-def pack(fmt: Fmt, rows: Array, up: Array | None = None) -> bytes:
+def pack(fmt: str, rows: Array, up: Array | None = None) -> bytes:
     """A whole packed matrix as one byte string; with `up`, a gated one. For tests and small matrices."""
     layout = packed_layout(fmt, rows.shape[0], rows.shape[1], gated=up is not None)
     parts = pack_rows(fmt, rows) if up is None else pack_gated_rows(fmt, rows, up)
@@ -112,7 +111,7 @@ def pack(fmt: Fmt, rows: Array, up: Array | None = None) -> bytes:
     return out.tobytes()
 
 
-def fake_quantize(fmt: Fmt, rows: Array) -> Array:
+def fake_quantize(fmt: str, rows: Array) -> Array:
     """The float32 values [n, K] that the kernels use for these rows: rounded to the format and back."""
     rows = np.ascontiguousarray(rows, np.float32)
     if fmt == "f32":
@@ -126,13 +125,14 @@ def fake_quantize(fmt: Fmt, rows: Array) -> Array:
         values = q.astype(np.float32) * scale.astype(np.float32)[..., None]
     elif fmt == "w4":
         u, scale, low = _quantize_w4(groups)
-        values = u.astype(np.float32) * scale.astype(np.float32)[..., None] + low.astype(np.float32)[..., None]
+        values = u.astype(np.float32) * scale.astype(np.float32)[..., None]
+        values += low.astype(np.float32)[..., None]
     else:
         _tile_bytes(fmt, k)  # raises for an unknown format
     return np.ascontiguousarray(values.reshape(n, -1)[:, :k])
 
 
-def _pack_block(fmt: Fmt, rows: Array) -> tuple[Bytes, ...]:
+def _pack_block(fmt: str, rows: Array) -> tuple[Bytes, ...]:
     n, k = rows.shape
     tiles = _round_up(n, LANES) // LANES
     padded = np.zeros((tiles * LANES, k), np.float32)
@@ -175,12 +175,14 @@ def _groups(rows: Array) -> Array:
 def _bf16(x: Array) -> npt.NDArray[np.uint16]:
     """Round to nearest even; x is finite."""
     bits = np.ascontiguousarray(x).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    tie_to_even = bits >> np.uint32(16) & np.uint32(1)
+    return ((bits + np.uint32(0x7FFF) + tie_to_even) >> np.uint32(16)).astype(np.uint16)
 
 
 def _check_range(amax: Array, limit: float, fmt: str) -> None:
     if amax.size and not float(amax.max()) <= limit:
-        raise ValueError(f"a weight of magnitude {float(amax.max()):g} does not fit {fmt} (at most {limit:g})")
+        largest = float(amax.max())
+        raise ValueError(f"a weight of magnitude {largest:g} does not fit {fmt} (at most {limit:g})")
 
 
 def _quantize_w8(groups: Array) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
@@ -209,10 +211,10 @@ def _fit_w4(
 def _quantize_w4(
     groups: Array,
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16], npt.NDArray[np.float16]]:
-    """u [n, G, 32] in [0, 15], scale and min [n, G]: min is the group's least value, scale = (max - min) / 15.
+    """u [n, G, 32] in [0, 15], scale and min [n, G]: min is the least of the group, scale = (max - min) / 15.
 
-    Weights that already lie on such a grid with float16 scale and min (GGUF's Q4_1) are reproduced exactly if they use
-    its lowest level: where level 15 is unused, the highest used one is found by trying fewer levels.
+    Weights that already lie on such a grid with float16 scale and min (GGUF's Q4_1) are reproduced exactly if
+    they use its lowest level: where level 15 is unused, trying fewer levels finds the highest used one.
     """
     least, most = groups.min(axis=-1), groups.max(axis=-1)
     _check_range(np.maximum(np.abs(least), most - least), _F16_MAX, "int4")
@@ -220,8 +222,10 @@ def _quantize_w4(
     span = most - low.astype(np.float32)
     scale = np.maximum(span / np.float32(15), 0).astype(np.float16)
     u, error = _fit_w4(groups, scale, low)
+    ordered = np.sort(groups, axis=-1)
+    gridlike = (ordered[..., 1:] != ordered[..., :-1]).sum(axis=-1) < 16  # no more than 16 values
     for levels in range(14, 0, -1):
-        rough = np.nonzero(error)  # exact groups are done
+        rough = np.nonzero(gridlike & (error != 0))
         if rough[0].size == 0:
             break
         trial = np.maximum(span[rough] / np.float32(levels), 0).astype(np.float16)

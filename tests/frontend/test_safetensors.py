@@ -169,9 +169,17 @@ def test_nan_and_inf_are_refused_by_name(value: float, tmp_path: Path) -> None:
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 HOSTILE: dict[str, tuple[Any, bytes, int | None, str]] = {
-    "2^60 elements": ({"w": {**F32, "shape": [1 << 60]}}, bytes(8), None, "w in .*needs 4611686018427387904 bytes"),
+    "2^60 elements": (
+        {"w": {**F32, "shape": [1 << 60]}},
+        bytes(8),
+        None,
+        "w in .*needs 4611686018427387904 bytes",
+    ),
     "2^60 bytes": (
-        {"w": {"dtype": "F32", "shape": [1 << 58], "data_offsets": [0, 1 << 60]}}, bytes(8), None, "truncated",
+        {"w": {"dtype": "F32", "shape": [1 << 58], "data_offsets": [0, 1 << 60]}},
+        bytes(8),
+        None,
+        "truncated",
     ),
     "header of 2^60": ({}, b"", 1 << 60, "claims 1152921504606846976 bytes"),
     "header beyond the file": ({}, b"", 50, "truncated inside its header"),
@@ -190,7 +198,10 @@ HOSTILE: dict[str, tuple[Any, bytes, int | None, str]] = {
     "no JSON": (b"{nonsense", b"", None, "damaged safetensors header"),
     "deep": (b"[" * 100_000, b"", None, "damaged safetensors header"),
     "twice": (
-        b'{"w":%s,"w":%s}' % ((json.dumps(F32).encode(),) * 2), bytes(8), None, "lists a tensor twice: w",
+        b'{"w":%s,"w":%s}' % ((json.dumps(F32).encode(),) * 2),
+        bytes(8),
+        None,
+        "lists a tensor twice: w",
     ),
 }
 

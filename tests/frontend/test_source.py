@@ -43,9 +43,8 @@ def wheel(folder: Path, files: dict[str, bytes], name: str = "tiny_model") -> Pa
     """An installable wheel of `name` 1.0 with `files`."""
     path = folder / f"{name}-1.0-py3-none-any.whl"
     info = f"{name}-1.0.dist-info"
-    meta = {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: nowhere\n".encode()
-    }
+    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: nowhere\n"
+    meta = {f"{info}/METADATA": about.encode()}
     meta[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for member, content in {**files, **meta}.items():

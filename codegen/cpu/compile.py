@@ -1,0 +1,95 @@
+"""Compiles a generated unit with the pinned zig toolchain: hermetic, cross-compiling, byte-reproducible.
+
+Only C headers are used (no C++ standard library), so nothing else has to be built first. Objects are cached by
+everything that can change them: the unit, the kernel headers, the flags and the compiler's version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from llmc.errors import UserError
+from llmc.runtime.targets import Target
+
+KERNEL_DIR = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
+_FLAGS = (
+    "-O3 -std=c++20 -nostdlib++ -fno-exceptions -fno-rtti -ffp-contract=off -fno-math-errno -fno-sanitize=undefined "
+    "-fvisibility=hidden -shared -fPIC -s -g0 -Wl,--build-id=none -pthread"
+).split()
+
+
+def cache_dir() -> Path:
+    """Where llmc keeps what can be made again: $XDG_CACHE_HOME/llmc or ~/.cache/llmc."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "llmc"
+
+
+def kernel_headers() -> dict[str, bytes]:
+    """Every kernel header by name."""
+    return {path.name: path.read_bytes() for path in sorted(KERNEL_DIR.glob("*.h"))}
+
+
+def compile_unit(source: str, target: Target, cxx: str | None = None) -> bytes:
+    """The shared object of a unit. cxx: another compiler driver, for experiments (not cached).
+
+    Raises UserError when the toolchain is missing, RuntimeError when the unit does not compile (our fault).
+    """
+    command = [*_compiler(cxx), *_FLAGS, *_target_flags(target, cxx)]
+    if cxx is not None:
+        return _run(command, source)
+    key = hashlib.sha256()
+    version = metadata.version("ziglang")
+    for part in (version, " ".join(command[1:]), source):
+        key.update(part.encode() + b"\0")
+    for name, text in kernel_headers().items():
+        key.update(name.encode() + b"\0" + text + b"\0")
+    cached = cache_dir() / "objects" / f"{key.hexdigest()}.so"
+    if cached.is_file():
+        return cached.read_bytes()
+    code = _run(command, source)
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
+        file.write(code)
+    os.replace(file.name, cached)
+    return code
+
+
+def _compiler(cxx: str | None) -> list[str]:
+    if cxx is not None:
+        if shutil.which(cxx) is None:
+            raise UserError(f"--cxx {cxx}: no such program on PATH")
+        return [cxx]
+    if importlib.util.find_spec("ziglang") is None:
+        raise UserError("the compiler is missing: pip install 'llmc[build]' (it brings ziglang)")
+    return [sys.executable, "-m", "ziglang", "c++"]
+
+
+def _target_flags(target: Target, cxx: str | None) -> list[str]:
+    if cxx is not None:
+        return ["-march=native"]
+    return ["-target", target.zig_target, f"-mcpu={target.zig_cpu}"]
+
+
+def _run(command: list[str], source: str) -> bytes:
+    """Compiles in a directory of its own with relative names, so that no path gets into the object."""
+    with tempfile.TemporaryDirectory(prefix="llmc-") as directory:
+        root = Path(directory)
+        for name, text in kernel_headers().items():
+            (root / name).write_bytes(text)
+        (root / "step.cpp").write_text(source)
+        zig_cache = str(cache_dir() / "zig")
+        env = os.environ | {"ZIG_GLOBAL_CACHE_DIR": zig_cache, "ZIG_LOCAL_CACHE_DIR": str(root / "zig-local")}
+        done = subprocess.run(
+            [*command, "-I.", "step.cpp", "-o", "step.so"], cwd=root, env=env, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(f"the generated unit does not compile:\n{done.stderr[-4000:]}")
+        return (root / "step.so").read_bytes()

@@ -1,0 +1,361 @@
+"""Selects kernels: from the lowered graph to a straight list of kernel calls over buffers.
+
+Every node becomes one or two calls; views become offsets. Calls are grouped in phases: between phases stands a barrier
+of all threads, within a phase a thread only reads rows that it wrote itself. Buffers get lifetimes in phases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from llmc.codegen.memory import Lifetime, plan_offsets
+from llmc.codegen.weights import Entry, WeightTable
+from llmc.errors import UserError
+from llmc.kernels.dialect import OPS
+from llmc.kernels.pack import GROUP
+from llmc.passes.kv_layout import KVSlot
+from llmc.passes.match import aten
+
+_NAMES = {op: name for name, op in OPS.items()}
+
+
+@dataclass
+class Buffer:
+    """Storage of one value: `size` bytes per row, rows are tokens ("tokens") or sampled rows ("rows")."""
+
+    name: str
+    domain: str
+    size: int
+    first: int
+    last: int
+    kind: str
+    """"mat": float32 rows; "quant": int8 rows of padded width with scales and sums."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """Columns of a buffer: `column` and `width` in float32 elements; `shape` without the row dimension."""
+
+    buffer: Buffer
+    column: int
+    shape: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call: `text` is C++ with the operand names in place; `comment` says what it computes."""
+
+    text: str
+    path: str
+    partition: str
+    phase: int
+
+
+@dataclass
+class Program:
+    """What `emit` prints."""
+
+    calls: list[Call] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+    weights: WeightTable = field(default_factory=WeightTable)
+    kv_slots: list[KVSlot] = field(default_factory=list)
+    vocab_size: int = 0
+    offsets: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+    logits: str = ""
+
+
+def select_kernels(graph: fx.Graph) -> Program:
+    """Raises UserError for a value layout or shape that no CPU kernel handles, naming the op and module."""
+    return _Selector(graph).run()
+
+
+class _Selector:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self.program = graph, Program()
+        self.values: dict[fx.Node, Value] = {}
+        self.quantized: dict[tuple[str, int], Buffer] = {}
+        self.phase, self.partition = 0, ""
+        self.path = ""
+        self.kernels: dict[str, Callable[[fx.Node], None]] = {
+            "embed": self.embed, "linear": self.linear, "rms_norm": self.norm, "layer_norm": self.norm,
+            "rope_table": self.rope_table, "rope": self.rope, "attention": self.attention, "act": self.act,
+            "gated_act": self.gated_act, "add": self.binary, "mul": self.binary, "scale": self.unary,
+            "softcap": self.unary, "select_rows": self.select_rows,
+        }  # fmt: skip
+
+    def run(self) -> Program:
+        for node in self.graph.nodes:
+            if node.op == "output":
+                self.finish(node.args[0])
+            if node.op != "call_function":
+                continue
+            self.path = node.meta.get("path", "?")
+            if node.target is aten.view.default:
+                source = self.values[node.args[0]]
+                self.values[node] = Value(source.buffer, source.column, node.meta["shape"][1:])
+            elif node.target is aten.slice.Tensor:
+                self.values[node] = self.slice(node)
+            elif _NAMES.get(node.target) in self.kernels:
+                self.kernels[_NAMES[node.target]](node)
+            else:
+                raise UserError(f"op {node.target} at {self.path}: the CPU backend has no kernel for it")
+        return self.program
+
+    def finish(self, output: fx.Node) -> None:
+        """The logits buffer, the sampler, and the placement of all buffers."""
+        logits = self.values[output]
+        if logits.buffer.domain != "rows" or logits.column or len(logits.shape) != 1:
+            raise UserError("the model's output is not one row of logits per sampled token")
+        program = self.program
+        program.vocab_size, program.logits = logits.width, logits.buffer.name
+        self.path = "sampling"
+        name = self.mat(output)
+        self.call(f"sample(par, b, {name}, {logits.width}, e.scratch)", "sample", [logits])
+        for domain in ("tokens", "rows"):
+            lifetimes = [
+                Lifetime(b.name, b.size, b.first, b.last) for b in program.buffers if b.domain == domain
+            ]
+            offsets, peak = plan_offsets(lifetimes)
+            program.offsets |= offsets
+            program.peaks[domain] = peak
+
+    # ---- operands
+
+    def new(self, node: fx.Node, domain: str) -> Value:
+        shape = tuple(node.meta["shape"][1:])
+        buffer = self.buffer(node.name, domain, math.prod(shape) * 4, "mat")
+        self.values[node] = Value(buffer, 0, shape)
+        return self.values[node]
+
+    def buffer(self, name: str, domain: str, size: int, kind: str) -> Buffer:
+        buffer = Buffer(name, domain, size, self.phase, self.phase, kind)
+        self.program.buffers.append(buffer)
+        return buffer
+
+    def mat(self, node: Any) -> str:
+        """C++ expression of a value as `Mat`."""
+        if node is None:
+            return "none"
+        value = self.values[node]
+        return value.buffer.name if value.column == 0 else f"columns({value.buffer.name}, {value.column})"
+
+    def domain(self, node: fx.Node) -> str:
+        return self.values[node].buffer.domain
+
+    def slice(self, node: fx.Node) -> Value:
+        x, dim, lo, hi = node.args
+        source = self.values[x]  # type: ignore[index]
+        inner = math.prod(source.shape[dim:])  # type: ignore[misc]
+        if dim != 1:
+            raise UserError(f"a slice across heads at {self.path} is not contiguous; the CPU backend cannot use it")
+        shape = (hi - lo, *source.shape[1:])  # type: ignore[operator]
+        return Value(source.buffer, source.column + lo * inner, shape)  # type: ignore[operator]
+
+    def vector(self, node: Any) -> str:
+        if node is None:
+            return "nullptr"
+        table = self.program.weights
+        if "constant" in node.meta:
+            entry = table.constant(node.meta["constant"])
+        else:
+            entry = table.vector(node.meta["weight"])
+        return f"floats(e, {entry.offset:#x})"
+
+    def weight(self, entry: Entry) -> str:
+        offsets = [entry.region(name) for name in ("data", "scale", "min")]
+        return "weight(e, " + ", ".join(f"{o:#x}" if o is not None else "-1" for o in offsets) + ")"
+
+    def call(self, text: str, partition: str, uses: list[Value | Buffer]) -> None:
+        """Appends a call; opens a new phase unless it continues the same rows of the same thread."""
+        shared = partition == self.partition and partition in ("tokens", "rows")
+        if self.program.calls and not shared:
+            self.phase += 1
+        self.partition = partition
+        for use in uses:
+            buffer = use.buffer if isinstance(use, Value) else use
+            buffer.last = self.phase
+        self.program.calls.append(Call(text, self.path, partition, self.phase))
+
+    def emit(self, node: fx.Node, text: str, partition: str, reads: list[Any], domain: str) -> None:
+        """A call that makes the value of a node: `text` has {out} for it."""
+        out = self.new(node, domain)
+        self.call(text.replace("{out}", out.buffer.name), partition, [self.values[r] for r in reads if r is not None])
+        out.buffer.first = out.buffer.last = self.phase
+
+    # ---- kernels
+
+    def embed(self, node: fx.Node) -> None:
+        ids, w, scale, offset, format = node.args
+        ref = w.meta["weight"]  # type: ignore[union-attr]
+        entry = self.program.weights.matrix(ref, format, False)  # type: ignore[arg-type]
+        self.emit(
+            node,
+            f"embed<Fmt::{format}, {ref.shape[1]}>(par, T, b.{ids}, {offset}, {self.weight(entry)}, {_f(scale)}, {{out}})",
+            "tokens",
+            [],
+            "tokens",
+        )
+
+    def linear(self, node: fx.Node) -> None:
+        x, w, bias, residual, act, gated, format = node.args
+        ref, domain = w.meta["weight"], self.domain(x)  # type: ignore[union-attr, arg-type]
+        entry = self.program.weights.matrix(ref, format, gated)  # type: ignore[arg-type]
+        n, k = ref.shape[0] // (2 if gated else 1), ref.shape[1]
+        rows = _rows(domain)
+        operand, extra = self.mat(x), []
+        if format in ("w8", "w4"):
+            buffer = self.quantize(x, k, domain)  # type: ignore[arg-type]
+            operand, extra = buffer.name, [buffer]
+        out = self.new(node, domain)
+        self.call(
+            f"linear<Fmt::{format}, {n}, {k}, Act::{act}, {str(gated).lower()}>"
+            f"(par, {rows}, {operand}, {self.weight(entry)}, {self.vector(bias)}, {self.mat(residual)}, {out.buffer.name})",
+            "columns",
+            [*(self.values[v] for v in (x, residual) if v is not None and not (v is x and extra)), *extra],  # type: ignore[index, list-item]
+        )
+        out.buffer.first = out.buffer.last = self.phase
+
+    def quantize(self, x: fx.Node, k: int, domain: str) -> Buffer:
+        """The int8 form of a value, made once however many products read it."""
+        value = self.values[x]
+        key = (value.buffer.name, value.column)
+        if key not in self.quantized:
+            padded = -(-k // GROUP) * GROUP
+            buffer = self.buffer(f"{x.name}_q", domain, padded + padded // GROUP * 8, "quant")
+            self.call(f"quantize<{k}>(par, {_rows(domain)}, {self.mat(x)}, {buffer.name})", domain, [value])
+            buffer.first = buffer.last = self.phase
+            self.quantized[key] = buffer
+        return self.quantized[key]
+
+    def norm(self, node: fx.Node) -> None:
+        x, *vectors, eps = node.args
+        shape = self.values[x].shape  # type: ignore[index]
+        domain = self.domain(x)  # type: ignore[arg-type]
+        weights = "".join(f"{self.vector(v)}, " for v in vectors)
+        heads = math.prod(shape[:-1])
+        name = _NAMES[node.target]
+        self.emit(
+            node,
+            f"{name}<{heads}, {shape[-1]}>(par, {_rows(domain)}, {self.mat(x)}, {weights}{_f(eps)}, {{out}})",
+            domain,
+            [x],
+            domain,
+        )
+
+    def rope_table(self, node: fx.Node) -> None:
+        _, inv_freq, scale = node.args
+        rot = node.meta["shape"][1]
+        self.emit(
+            node,
+            f"rope_table<{rot}>(par, T, b.positions, {self.vector(inv_freq)}, {_f(scale)}, {{out}})",
+            "tokens",
+            [],
+            "tokens",
+        )
+
+    def rope(self, node: fx.Node) -> None:
+        x, table = node.args
+        heads, dim = self.values[x].shape  # type: ignore[index]
+        rot = self.values[table].width  # type: ignore[index]
+        self.emit(
+            node,
+            f"rope<{heads}, {dim}, {rot}>(par, T, {self.mat(x)}, {self.mat(table)}, {{out}})",
+            "tokens",
+            [x, table],
+            "tokens",
+        )
+
+    def attention(self, node: fx.Node) -> None:
+        q, k, v, _, _, sinks, scale, window, softcap, _ = node.args
+        slot: KVSlot = node.meta["kv"]
+        base = f"e.kv + {sum(s.page_bytes for s in self.program.kv_slots):#x} * e.num_pages"
+        self.program.kv_slots.append(slot)
+        shape = f"{slot.heads}, {slot.head_dim}, Kv::{slot.dtype}"
+        reads = [self.values[k], self.values[v]]  # type: ignore[index]
+        self.call(f"kv_write<{shape}>(par, b, {self.mat(k)}, {self.mat(v)}, {base})", "tokens", reads)  # type: ignore[arg-type]
+        heads = self.values[q].shape[0]  # type: ignore[index]
+        params = f"AttentionParams{{{_f(scale)}, {window}, {_f(softcap)}, {self.vector(sinks)}}}"
+        self.emit(
+            node,
+            f"attention<{heads}, {shape}>(par, b, {self.mat(q)}, {base}, {params}, {{out}})",
+            "attention",
+            [q],
+            "tokens",
+        )
+
+    def act(self, node: fx.Node) -> None:
+        x, kind = node.args
+        domain = self.domain(x)  # type: ignore[arg-type]
+        width = self.values[x].width  # type: ignore[index]
+        self.emit(
+            node,
+            f"act<Act::{kind}, {width}>(par, {_rows(domain)}, {self.mat(x)}, {{out}})",
+            domain,
+            [x],
+            domain,
+        )
+
+    def gated_act(self, node: fx.Node) -> None:
+        gate, up, kind = node.args
+        domain = self.domain(gate)  # type: ignore[arg-type]
+        width = self.values[gate].width  # type: ignore[index]
+        self.emit(
+            node,
+            f"gated_act<Act::{kind}, {width}>(par, {_rows(domain)}, {self.mat(gate)}, {self.mat(up)}, {{out}})",
+            domain,
+            [gate, up],
+            domain,
+        )
+
+    def binary(self, node: fx.Node) -> None:
+        a, b = node.args
+        domain = self.domain(a)  # type: ignore[arg-type]
+        width = self.values[a].width  # type: ignore[index]
+        self.emit(
+            node,
+            f"{_NAMES[node.target]}<{width}>(par, {_rows(domain)}, {self.mat(a)}, {self.mat(b)}, {{out}})",
+            domain,
+            [a, b],
+            domain,
+        )
+
+    def unary(self, node: fx.Node) -> None:
+        x, value = node.args
+        domain = self.domain(x)  # type: ignore[arg-type]
+        width = self.values[x].width  # type: ignore[index]
+        self.emit(
+            node,
+            f"{_NAMES[node.target]}<{width}>(par, {_rows(domain)}, {self.mat(x)}, {_f(value)}, {{out}})",
+            domain,
+            [x],
+            domain,
+        )
+
+    def select_rows(self, node: fx.Node) -> None:
+        x, _ = node.args
+        width = self.values[x].width  # type: ignore[index]
+        self.emit(
+            node, f"select_rows<{width}>(par, R, b.rows, {self.mat(x)}, {{out}})", "rows", [x], "rows"
+        )
+
+
+def _rows(domain: str) -> str:
+    return "T" if domain == "tokens" else "R"
+
+
+def _f(value: Any) -> str:
+    """A float32 literal that is exactly the nearest float32."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise UserError(f"the model has a constant of {number}")
+    return f"{number.hex()}f" if number else "0.0f"

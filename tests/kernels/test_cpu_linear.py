@@ -1,0 +1,261 @@
+"""Matrix products, quantisation of activations and embedding lookups, against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cpu_harness import (
+    NO_MAT,
+    PORTABLE,
+    V3,
+    V4,
+    QuantBuf,
+    Unit,
+    Weight,
+    aligned_bytes,
+    as_mat,
+    can_run,
+    checked,
+    compile_unit,
+    new_mat,
+    require,
+)
+
+from llmc.kernels import pack
+
+FORMATS = ("f32", "bf16", "w8", "w4")
+N, K = 72, 100  # neither is a multiple of its padding
+GATED_N, GATED_K = 40, 64
+WRAPPERS = f"""
+#define LINEAR(fmt, X) \\
+  EXPORT void linear_##fmt(Par p, int t, X x, Weight w, const float* b, Mat r, Mat out) {{ \\
+    linear<Fmt::fmt, {N}, {K}, Act::none, false>(p, t, x, w, b, r, out); }} \\
+  EXPORT void gated_##fmt(Par p, int t, X x, Weight w, const float* b, Mat r, Mat out) {{ \\
+    linear<Fmt::fmt, {GATED_N}, {GATED_K}, Act::silu, true>(p, t, x, w, b, r, out); }} \\
+  EXPORT void embed_##fmt(Par p, int t, const int32_t* ids, int offset, Weight w, float s, Mat out) {{ \\
+    embed<Fmt::fmt, {K}>(p, t, ids, offset, w, s, out); }}
+LINEAR(f32, Mat)
+LINEAR(bf16, Mat)
+LINEAR(w8, QuantBuf)
+LINEAR(w4, QuantBuf)
+EXPORT void gelu_f32(Par p, int t, Mat x, Weight w, const float* b, Mat r, Mat out) {{
+  linear<Fmt::f32, {N}, {K}, Act::gelu, false>(p, t, x, w, b, r, out); }}
+EXPORT void quantize_plain(Par p, int t, Mat x, QuantBuf q) {{ quantize<{K}>(p, t, x, q); }}
+EXPORT void quantize_gated(Par p, int t, Mat x, QuantBuf q) {{ quantize<{GATED_K}>(p, t, x, q); }}
+EXPORT void quantize_short(Par p, int t, Mat x, QuantBuf q) {{ quantize<40>(p, t, x, q); }}
+EXPORT long long packed_tile_bytes(int fmt, int k) {{ return tile_bytes((Fmt)fmt, k); }}
+"""
+
+
+@pytest.fixture(scope="module", params=[PORTABLE, V3, V4])
+def unit(request):
+    return Unit(WRAPPERS, require(request.param))
+
+
+def test_avx512_compiles_even_where_it_cannot_run():
+    assert can_run(V4) or compile_unit(WRAPPERS, V4).exists()
+
+
+class Quantized:
+    """Buffers of quantize<K>, and what they stand for."""
+
+    def __init__(self, rows, k):
+        groups = -(-k // 32)
+        self.q = np.full((rows, groups * 32), 77, np.int8)
+        self.scale = np.full((rows, groups), np.nan, np.float32)
+        self.sum = np.full((rows, groups), -1, np.int32)
+        self.buf = QuantBuf(self.q.ctypes.data, self.scale.ctypes.data, self.sum.ctypes.data)
+
+    def values(self, k):
+        grouped = self.q.reshape(*self.scale.shape, 32) * self.scale.astype(np.float64)[..., None]
+        return grouped.reshape(len(self.q), -1)[:, :k]
+
+
+class Packed:
+    def __init__(self, fmt, w, up=None):
+        layout = pack.packed_layout(fmt, *w.shape, gated=up is not None)
+        self.memory = aligned_bytes(pack.pack(fmt, w, up))
+        at = {r.name: self.memory.ctypes.data + r.offset for r in layout.regions}
+        self.weight = Weight(at["data"], at.get("scale"), at.get("min"))
+
+
+def product(unit, name, fmt, x, packed, n, bias, residual, threads=1, out=None):
+    t, k = x.shape
+    result = new_mat(t, n) if out is None else out
+    source = x
+    if fmt in ("w8", "w4"):
+        quantized = Quantized(t, k)
+        unit.run("quantize_plain" if k == K else "quantize_gated", t, x, quantized.buf, threads=threads)
+        source = quantized.buf
+    unit.run(f"{name}_{fmt}", t, source, packed.weight, bias, residual, result, threads=threads)
+    return checked(result, t, n)
+
+
+def inputs(fmt, t, n, k, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((t, k)).astype(np.float32)
+    w = rng.standard_normal((n, k)).astype(np.float32)
+    bias, residual = rng.standard_normal(n).astype(np.float32), rng.standard_normal((t, n)).astype(np.float32)
+    return x, w, bias, residual
+
+
+def effective(unit, fmt, x):
+    """The activations that the product really uses, float64."""
+    if fmt not in ("w8", "w4"):
+        return x.astype(np.float64)
+    q = Quantized(*x.shape)
+    unit.run("quantize_plain" if x.shape[1] == K else "quantize_gated", len(x), x, q.buf)
+    return q.values(x.shape[1])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("t", [0, 1, 2, 3, 4, 5, 7, 13, 33])
+def test_linear(unit, fmt, t):
+    x, w, bias, residual = inputs(fmt, t, N, K, t)
+    x[t // 2 : t // 2 + 1] = 0
+    packed = Packed(fmt, w)
+    got = product(unit, "linear", fmt, x, packed, N, bias, residual)
+    a, b = effective(unit, fmt, x), pack.fake_quantize(fmt, w).astype(np.float64)
+    tolerance = 1e-6 * (np.abs(a) @ np.abs(b).T + 1)
+    assert (np.abs(got - (a @ b.T + bias + residual)) <= tolerance).all()
+    plain = product(unit, "linear", fmt, x, packed, N, None, NO_MAT)
+    assert (np.abs(plain - a @ b.T) <= tolerance).all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("t", [1, 6, 11])
+def test_gated_linear(unit, fmt, t):
+    x, gate, bias, residual = inputs(fmt, t, GATED_N, GATED_K, 20 + t)
+    up, up_bias = inputs(fmt, t, GATED_N, GATED_K, 40 + t)[1:3]
+    biases = np.concatenate([bias, up_bias])
+    got = product(unit, "gated", fmt, x, Packed(fmt, gate, up), GATED_N, biases, residual)
+    a = effective(unit, fmt, x)
+    g = a @ pack.fake_quantize(fmt, gate).astype(np.float64).T + bias
+    u = a @ pack.fake_quantize(fmt, up).astype(np.float64).T + up_bias
+    want = g / (1 + np.exp(-g)) * u + residual
+    assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
+
+
+def test_activation_comes_before_the_residual(unit):
+    x, w, bias, residual = inputs("f32", 5, N, K, 60)
+    got = product(unit, "gelu", "f32", x, Packed("f32", w), N, bias, residual)
+    linear = torch.nn.functional.linear(*(torch.from_numpy(a).double() for a in (x, w, bias)))
+    want = torch.nn.functional.gelu(linear).numpy() + residual
+    assert np.abs(got - want).max() <= 2e-5
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_do_not_depend_on_their_batch_or_threads(unit, fmt):
+    x, w, bias, residual = inputs(fmt, 29, N, K, 70)
+    packed = Packed(fmt, w)
+    whole = product(unit, "linear", fmt, x, packed, N, bias, residual)
+    for threads in (2, 3, 7):
+        assert np.array_equal(whole, product(unit, "linear", fmt, x, packed, N, bias, residual, threads))
+    for begin, end in [(0, 1), (28, 29), (3, 5), (4, 12), (7, 10), (0, 28)]:
+        part = product(unit, "linear", fmt, x[begin:end], packed, N, bias, residual[begin:end])
+        assert np.array_equal(part.view(np.uint32), whole[begin:end].view(np.uint32))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_residual_may_be_the_output(unit, fmt):
+    x, w, bias, residual = inputs(fmt, 9, N, K, 80)
+    packed = Packed(fmt, w)
+    want = product(unit, "linear", fmt, x, packed, N, bias, residual)
+    out = new_mat(9, N)
+    out[:9, :N] = residual
+    got = product(unit, "linear", fmt, x, packed, N, bias, as_mat(out), out=out)
+    assert np.array_equal(got, want)
+
+
+def test_integer_sums_never_saturate(unit):
+    """Every weight and activation at +-127: the sums are the largest that occur, and exact."""
+    rng = np.random.default_rng(90)
+    for signs in (np.ones, lambda s: rng.choice([-1.0, 1.0], s)):
+        x = (127 * signs((6, K))).astype(np.float32)
+        w = (127 * signs((N, K))).astype(np.float32)
+        assert np.array_equal(product(unit, "linear", "w8", x, Packed("w8", w), N, None, NO_MAT), x @ w.T)
+        w = np.where(w > 0, 15, 0).astype(np.float32)
+        w[:, ::7] = 0
+        assert np.array_equal(product(unit, "linear", "w4", x, Packed("w4", w), N, None, NO_MAT), x @ w.T)
+
+
+def test_instruction_sets_agree_bit_for_bit_on_integer_products():
+    """The integer sums are exact; the float operations differ only where there is no FMA."""
+    x, w, _, _ = inputs("w8", 9, N, K, 95)
+    units = [Unit(WRAPPERS, m) for m in (V3, V4) if can_run(m)]
+    if len(units) < 2:
+        pytest.skip("this CPU runs only one of the instruction sets with FMA")
+    for fmt in FORMATS:
+        a, b = (product(u, "linear", fmt, x, Packed(fmt, w), N, None, NO_MAT) for u in units)
+        assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("k", [K, GATED_K, 40])
+def test_quantize(unit, k):
+    rng = np.random.default_rng(k)
+    x = (rng.standard_normal((11, k)) * 10.0 ** rng.uniform(-6, 6, (11, 1))).astype(np.float32)
+    x[2] = 0
+    x[3, :32] = 0
+    x[4] = np.where(x[4] > 0, 127, -127)
+    x[5, :16] = [
+        0.5,
+        1.5,
+        2.5,
+        -0.5,
+        -1.5,
+        -2.5,
+        127,
+        3.5,
+        -3.5,
+        4.5,
+        0,
+        0,
+        0,
+        0,
+        0,
+        126.5,
+    ]  # ties, at scale 1
+    x[5, 16:32] = 0
+    x[6] = 1e-42
+    name = {K: "quantize_plain", GATED_K: "quantize_gated", 40: "quantize_short"}[k]
+    got = Quantized(11, k)
+    unit.run(name, 11, x, got.buf, threads=3)
+    padded = np.pad(x, ((0, 0), (0, -k % 32))).reshape(11, -1, 32)
+    scale = np.abs(padded).max(axis=-1) / np.float32(127)
+    with np.errstate(all="ignore"):
+        q = np.where(scale[..., None] > 0, np.rint(padded / scale[..., None]), 0)
+    q = np.clip(q, -127, 127).astype(np.int8)
+    assert np.array_equal(got.scale, scale)
+    assert np.array_equal(got.q, q.reshape(11, -1))
+    assert np.array_equal(got.sum, q.astype(np.int32).sum(axis=-1))
+
+
+def test_quantize_survives_nan_and_inf(unit):
+    x = np.zeros((4, K), np.float32)
+    x[0, 3], x[1, 3], x[2, 3] = np.nan, np.inf, -np.inf
+    unit.run("quantize_plain", 4, x, Quantized(4, K).buf)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_embed_reads_the_packed_matrix(unit, fmt):
+    w = inputs(fmt, 1, N, K, 100)[1]
+    ids = np.array([0, 15, 16, 71, 3, 71, 40], np.int32) - 2
+    ids[0] = 5
+    packed = Packed(fmt, w)
+    out = new_mat(7, K)
+    unit.run(f"embed_{fmt}", 7, ids, 2, packed.weight, 1.0, out, threads=2)
+    want = pack.fake_quantize(fmt, w)[ids + 2]
+    tolerance = 1e-6 if fmt == "w4" else 0  # scale * u + min in two roundings or one
+    assert (np.abs(checked(out, 7, K) - want) <= tolerance).all()
+    scaled = new_mat(7, K)
+    unit.run(f"embed_{fmt}", 7, ids, 2, packed.weight, 24.0, scaled)
+    assert np.array_equal(checked(scaled, 7, K), checked(out, 7, K) * np.float32(24))
+
+
+def test_packer_and_kernels_agree_on_sizes(unit):
+    for i, fmt in enumerate(FORMATS):
+        for k in (1, 31, 32, 100, 4096):
+            assert (
+                unit.library.packed_tile_bytes(i, k) == pack.packed_layout(fmt, 16, k).regions[0].tile_bytes
+            )
