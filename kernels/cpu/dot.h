@@ -8,27 +8,26 @@
 
 namespace llmc {
 
-// sum[t][lane] = sum over the 32 k of a group of weight[lane][k] * x[t * stride + k], exact in int32. The weights are
-// stored as q + 128; the result is for q. xsum[t * sum_stride] is the sum of x over the group.
-template <int TT>
-LLMC_INLINE void dot_group_w8(const uint8_t* w, const int8_t* x, int stride, const int32_t* xsum, int sum_stride,
-                              i32x16 (&sum)[TT]);
-
-// The same for a group of W4: the result is for the unsigned four-bit elements.
-template <int TT>
-LLMC_INLINE void dot_group_w4(const uint8_t* w, const int8_t* x, int stride, i32x16 (&sum)[TT]);
+// A tile is multiplied in pieces as wide as a register: SumLanes and FloatLanes hold the lanes of one piece.
+//
+// dot_group_w8: sum[t][lane] = sum over the 32 k of a group of weight[lane][k] * x[t * stride + k], exact in int32, for
+// the lanes of one piece. The weights are stored as q + 128, the result is for q; xsum[t * sum_stride] is the sum of x
+// over the group. dot_group_w4: the same for the unsigned four-bit elements of a group of W4.
 
 LLMC_INLINE int32_t quad_at(const int8_t* x) { return load<int32_t>(x); }
 
 #if defined(__AVX512VNNI__)
+
+typedef i32x16 SumLanes;
+typedef f32x16 FloatLanes;
 
 LLMC_INLINE i32x16 dot4(i32x16 acc, __m512i w, const int8_t* x) {
   return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, w, _mm512_set1_epi32(quad_at(x)));
 }
 
 template <int TT>
-LLMC_INLINE void dot_group_w8(const uint8_t* w, const int8_t* x, int stride, const int32_t* xsum, int sum_stride,
-                              i32x16 (&sum)[TT]) {
+LLMC_INLINE void dot_group_w8(const uint8_t* w, int, const int8_t* x, int stride, const int32_t* xsum, int sum_stride,
+                              SumLanes (&sum)[TT]) {
   for (int t = 0; t < TT; ++t) sum[t] = splat(-128 * xsum[t * sum_stride]);
 #pragma clang loop unroll(full)
   for (int j = 0; j < 8; ++j) {
@@ -38,7 +37,7 @@ LLMC_INLINE void dot_group_w8(const uint8_t* w, const int8_t* x, int stride, con
 }
 
 template <int TT>
-LLMC_INLINE void dot_group_w4(const uint8_t* w, const int8_t* x, int stride, i32x16 (&sum)[TT]) {
+LLMC_INLINE void dot_group_w4(const uint8_t* w, int, const int8_t* x, int stride, SumLanes (&sum)[TT]) {
   for (int t = 0; t < TT; ++t) sum[t] = i32x16{};
   const __m512i nibble = _mm512_set1_epi8(15);
 #pragma clang loop unroll(full)
@@ -54,57 +53,50 @@ LLMC_INLINE void dot_group_w4(const uint8_t* w, const int8_t* x, int stride, i32
 
 #elif defined(__AVX2__)
 
-LLMC_INLINE i32x16 concat(__m256i low, __m256i high) {
-  typedef int32_t i32x8 __attribute__((vector_size(32)));
-  return __builtin_shufflevector((i32x8)low, (i32x8)high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-}
+typedef i32x8 SumLanes;
+typedef f32x8 FloatLanes;
 
 // |w| * (x with the sign of w): no pair of products saturates, as 2 * 127 * 127 < 2^15.
 template <int TT>
-LLMC_INLINE void dot_group_w8(const uint8_t* w, const int8_t* x, int stride, const int32_t*, int,
-                              i32x16 (&sum)[TT]) {
+LLMC_INLINE void dot_group_w8(const uint8_t* w, int piece, const int8_t* x, int stride, const int32_t*, int,
+                              SumLanes (&sum)[TT]) {
   const __m256i bias = _mm256_set1_epi8((char)0x80), ones = _mm256_set1_epi16(1);
-  __m256i part[2][TT];
-  for (int half = 0; half < 2; ++half) {
-    for (int t = 0; t < TT; ++t) part[half][t] = _mm256_setzero_si256();
+  for (int t = 0; t < TT; ++t) sum[t] = i32x8{};
 #pragma clang loop unroll(full)
-    for (int j = 0; j < 8; ++j) {
-      __m256i q = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(w + 64 * j + 32 * half)), bias);
-      __m256i magnitude = _mm256_abs_epi8(q);
-      for (int t = 0; t < TT; ++t) {
-        __m256i xv = _mm256_sign_epi8(_mm256_set1_epi32(quad_at(x + t * stride + 4 * j)), q);
-        part[half][t] =
-            _mm256_add_epi32(part[half][t], _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, xv), ones));
-      }
+  for (int j = 0; j < 8; ++j) {
+    __m256i q = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(w + 64 * j + 32 * piece)), bias);
+    __m256i magnitude = _mm256_abs_epi8(q);
+    for (int t = 0; t < TT; ++t) {
+      __m256i xv = _mm256_sign_epi8(_mm256_set1_epi32(quad_at(x + t * stride + 4 * j)), q);
+      sum[t] += (i32x8)_mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, xv), ones);
     }
   }
-  for (int t = 0; t < TT; ++t) sum[t] = concat(part[0][t], part[1][t]);
 }
 
 // A whole group fits 16 bits: 16 products of at most 15 * 127 fall on each of the two halves of a lane.
 template <int TT>
-LLMC_INLINE void dot_group_w4(const uint8_t* w, const int8_t* x, int stride, i32x16 (&sum)[TT]) {
+LLMC_INLINE void dot_group_w4(const uint8_t* w, int piece, const int8_t* x, int stride, SumLanes (&sum)[TT]) {
   const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  __m256i part[2][TT];
-  for (int half = 0; half < 2; ++half) {
-    for (int t = 0; t < TT; ++t) part[half][t] = _mm256_setzero_si256();
+  __m256i part[TT];
+  for (int t = 0; t < TT; ++t) part[t] = _mm256_setzero_si256();
 #pragma clang loop unroll(full)
-    for (int j = 0; j < 4; ++j) {
-      __m256i both = _mm256_loadu_si256((const __m256i*)(w + 64 * j + 32 * half));
-      __m256i low = _mm256_and_si256(both, nibble), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
-      for (int t = 0; t < TT; ++t) {
-        const int8_t* xt = x + t * stride + 4 * j;
-        __m256i a = _mm256_maddubs_epi16(low, _mm256_set1_epi32(quad_at(xt)));
-        __m256i b = _mm256_maddubs_epi16(high, _mm256_set1_epi32(quad_at(xt + 16)));
-        part[half][t] = _mm256_add_epi16(part[half][t], _mm256_add_epi16(a, b));
-      }
+  for (int j = 0; j < 4; ++j) {
+    __m256i both = _mm256_loadu_si256((const __m256i*)(w + 64 * j + 32 * piece));
+    __m256i low = _mm256_and_si256(both, nibble), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+    for (int t = 0; t < TT; ++t) {
+      const int8_t* xt = x + t * stride + 4 * j;
+      __m256i a = _mm256_maddubs_epi16(low, _mm256_set1_epi32(quad_at(xt)));
+      __m256i b = _mm256_maddubs_epi16(high, _mm256_set1_epi32(quad_at(xt + 16)));
+      part[t] = _mm256_add_epi16(part[t], _mm256_add_epi16(a, b));
     }
   }
-  for (int t = 0; t < TT; ++t)
-    sum[t] = concat(_mm256_madd_epi16(part[0][t], ones), _mm256_madd_epi16(part[1][t], ones));
+  for (int t = 0; t < TT; ++t) sum[t] = (i32x8)_mm256_madd_epi16(part[t], ones);
 }
 
 #else
+
+typedef i32x16 SumLanes;
+typedef f32x16 FloatLanes;
 
 // acc[lane] += sum over j of w[4*lane + j] * x[j]: even and odd bytes as 16-bit lanes; a sum of two products of at
 // most 127 * 127 fits 16 bits.
@@ -113,12 +105,13 @@ LLMC_INLINE i32x16 dot4(i32x16 acc, u8x64 w, int bias, const int8_t* x) {
   uint32_t even_x = (uint16_t)x[0] | (uint32_t)(uint16_t)x[2] << 16;
   uint32_t odd_x = (uint16_t)x[1] | (uint32_t)(uint16_t)x[3] << 16;
   i32x16 pairs = (i32x16)(even * (i16x32)splat((int32_t)even_x) + odd * (i16x32)splat((int32_t)odd_x));
-  return acc + (i32x16)((u32x16)pairs << 16) / 65536 + (pairs >> 16);
+  i32x16 low_halves = (i32x16)((u32x16)pairs << 16);
+  return acc + (low_halves >> 16) + (pairs >> 16);
 }
 
 template <int TT>
-LLMC_INLINE void dot_group_w8(const uint8_t* w, const int8_t* x, int stride, const int32_t*, int,
-                              i32x16 (&sum)[TT]) {
+LLMC_INLINE void dot_group_w8(const uint8_t* w, int, const int8_t* x, int stride, const int32_t*, int,
+                              SumLanes (&sum)[TT]) {
   for (int t = 0; t < TT; ++t) sum[t] = i32x16{};
   for (int j = 0; j < 8; ++j) {
     u8x64 wv = load<u8x64>(w + 64 * j);
@@ -127,7 +120,7 @@ LLMC_INLINE void dot_group_w8(const uint8_t* w, const int8_t* x, int stride, con
 }
 
 template <int TT>
-LLMC_INLINE void dot_group_w4(const uint8_t* w, const int8_t* x, int stride, i32x16 (&sum)[TT]) {
+LLMC_INLINE void dot_group_w4(const uint8_t* w, int, const int8_t* x, int stride, SumLanes (&sum)[TT]) {
   for (int t = 0; t < TT; ++t) sum[t] = i32x16{};
   for (int j = 0; j < 4; ++j) {
     u8x64 both = load<u8x64>(w + 64 * j);
@@ -140,6 +133,18 @@ LLMC_INLINE void dot_group_w4(const uint8_t* w, const int8_t* x, int stride, i32
 }
 
 #endif
+
+constexpr int kPiece = sizeof(SumLanes) / sizeof(int32_t), kPieces = kLanes / kPiece;
+
+// The scales of one piece.
+LLMC_INLINE FloatLanes scales_at(const uint16_t* p) {
+  u16x16 h{};
+  __builtin_memcpy(&h, p, kPiece * sizeof(uint16_t));
+  f32x16 wide = f16_to_f32(h);
+  FloatLanes v;
+  __builtin_memcpy(&v, &wide, sizeof(v));
+  return v;
+}
 
 // Lines of the weight stream asked for ahead of use when a step reads each weight once.
 constexpr int kPrefetchBytes = 2048;
@@ -175,22 +180,27 @@ LLMC_INLINE void dot_tile(const uint8_t* data, const uint16_t* scale, const uint
   const int8_t* q = x.q + (int64_t)first_row * kPadded;
   const float* xscale = x.scale + (int64_t)first_row * kGroups;
   const int32_t* xsum = x.sum + (int64_t)first_row * kGroups;
-  for (int t = 0; t < TT; ++t) acc[t] = f32x16{};
+  FloatLanes part[TT][kPieces] = {};
   for (int g = 0; g < kGroups; ++g) {
     if constexpr (STREAM) prefetch<kBytes>(data + (int64_t)g * kBytes);
-    i32x16 sum[TT];
-    if constexpr (FMT == Fmt::w8)
-      dot_group_w8<TT>(data + (int64_t)g * kBytes, q + g * kGroup, kPadded, xsum + g, kGroups, sum);
-    else
-      dot_group_w4<TT>(data + (int64_t)g * kBytes, q + g * kGroup, kPadded, sum);
-    f32x16 ws = f16_to_f32(load<u16x16>(scale + g * kLanes)), wm{};
-    if constexpr (FMT == Fmt::w4) wm = f16_to_f32(load<u16x16>(min + g * kLanes));
-    for (int t = 0; t < TT; ++t) {
-      f32x16 xs = splat(xscale[t * kGroups + g]);
-      acc[t] = fma(to_float(sum[t]), ws * xs, acc[t]);
-      if constexpr (FMT == Fmt::w4) acc[t] = fma(wm * xs, splat((float)xsum[t * kGroups + g]), acc[t]);
+#pragma clang loop unroll(full)
+    for (int piece = 0; piece < kPieces; ++piece) {
+      __asm__ volatile("" ::: "memory");  // or the inputs that the pieces share would be kept, and spill
+      SumLanes sum[TT];
+      if constexpr (FMT == Fmt::w8)
+        dot_group_w8<TT>(data + (int64_t)g * kBytes, piece, q + g * kGroup, kPadded, xsum + g, kGroups, sum);
+      else
+        dot_group_w4<TT>(data + (int64_t)g * kBytes, piece, q + g * kGroup, kPadded, sum);
+      FloatLanes ws = scales_at(scale + g * kLanes + piece * kPiece), wm{};
+      if constexpr (FMT == Fmt::w4) wm = scales_at(min + g * kLanes + piece * kPiece);
+      for (int t = 0; t < TT; ++t) {
+        FloatLanes xs = FloatLanes{} + xscale[t * kGroups + g], &a = part[t][piece];
+        a = fma(__builtin_convertvector(sum[t], FloatLanes), ws * xs, a);
+        if constexpr (FMT == Fmt::w4) a = fma(wm * xs, FloatLanes{} + (float)xsum[t * kGroups + g], a);
+      }
     }
   }
+  for (int t = 0; t < TT; ++t) __builtin_memcpy(&acc[t], part[t], sizeof(acc[t]));
 }
 
 }  // namespace llmc

@@ -25,7 +25,7 @@ struct Par {
 
 using StepFn = void (*)(void* ctx, Par par);
 
-constexpr int kBarrierSpins = 8000;  // pauses (about 40 cycles each) before a thread sleeps inside a step
+constexpr int kBarrierSpins = 2000;  // pauses (about 40 cycles each) before a thread sleeps inside a step
 constexpr int kIdleSpins = 2000;     // the same between steps
 constexpr int kMaxThreads = 256;
 

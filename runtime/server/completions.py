@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -53,12 +54,13 @@ async def _encode(service: Service, body: CompletionBody) -> list[tuple[int, ...
         prompt = [prompt]
     if not prompt:
         raise RequestError("prompt must not be empty", param="prompt")
-    prompts: list[tuple[int, ...]] = []
     if isinstance(prompt[0], int):
-        return [tuple(prompt)]  # type: ignore[arg-type]
+        return [tuple(prompt)]
+    prompts = []
     for item in prompt:
         if isinstance(item, str):
-            prompts.append(tuple(await service.run(len(item), lambda text=item: codec.encode(text))))  # type: ignore[misc]
+            ids = await service.run(len(item), partial(codec.encode, item))
+            prompts.append(tuple(ids))
         elif isinstance(item, list):
             prompts.append(tuple(item))
     return prompts

@@ -39,7 +39,7 @@ class SamplingDefaults:
             for name, kind in known.items()
             if isinstance(value := config.get(name), int | float) and not isinstance(value, bool)
         }
-        return cls(**values)  # type: ignore[arg-type]
+        return cls(**values)
 
 
 @dataclass(frozen=True)

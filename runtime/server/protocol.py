@@ -87,7 +87,7 @@ Prompt = Annotated[
     Discriminator(
         _prompt_kind,
         custom_error_type="prompt_type",
-        custom_error_message="must be a string, a list of strings, a list of token ids or a list of such lists",
+        custom_error_message="must be a string, a list of strings, a list of token ids or a list of those",
     ),
 ]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from llmc.runtime.engine import Engine
-from llmc.runtime.request import EngineUnavailable, RequestOutput, TokenLogprob
+from llmc.runtime.request import EngineUnavailable, RequestOutput
 from llmc.runtime.server.http import InternalError, NotFound
 from llmc.runtime.server.model import ServedModel
 
@@ -109,8 +109,3 @@ def raise_failure(output: RequestOutput) -> None:
 def logprob(value: float) -> float:
     """A log-probability as JSON can hold it."""
     return max(value, LOWEST_LOGPROB) if value == value else LOWEST_LOGPROB
-
-
-def all_logprobs(outputs: Sequence[RequestOutput]) -> list[TokenLogprob]:
-    """The log-probabilities of consecutive outputs of one sequence."""
-    return [entry for output in outputs for entry in output.logprobs]

@@ -69,7 +69,7 @@ class Quantized:
 
     def values(self, k):
         grouped = self.q.reshape(*self.scale.shape, 32) * self.scale.astype(np.float64)[..., None]
-        return grouped.reshape(len(self.q), -1)[:, :k]
+        return grouped.reshape(self.q.shape)[:, :k]
 
 
 class Packed:

