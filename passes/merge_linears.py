@@ -22,7 +22,7 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     count = sum(_merge_gated(graph, node, skipped) for node in calls(graph, OPS["gated_act"]))
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in calls(graph, OPS["linear"]):
-        if _is_plain(node):
+        if _is_plain(node) and node.users:
             groups.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
     for nodes in groups.values():
         if len(nodes) > 1:

@@ -83,13 +83,14 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt for a conversation. Raises RequestError with the template's words when it refuses.
 
         messages: role, content and what else the template reads. variables: more names for the template, e.g.
         enable_thinking.
         """
+        variables = variables or {}
         if taken := RESERVED & variables.keys():
             raise RequestError(f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
         names = {

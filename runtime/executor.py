@@ -56,9 +56,10 @@ def load_code(code: bytes | memoryview) -> ctypes.CDLL:
             file.write(code)
         library = ctypes.CDLL(f"/proc/self/fd/{fd}")
     except OSError as error:
-        raise UserError(f"the plan's machine code cannot be loaded here: {error}") from error
-    finally:
         os.close(fd)
+        raise UserError(f"the plan's machine code cannot be loaded here: {error}") from error
+    # The descriptor stays open as long as the library, for the life of the process: the loader knows libraries by
+    # name, and a second plan under a reused number would get the code of the first.
     return _declare(library)
 
 

@@ -46,6 +46,8 @@ class Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """A socket bound to host:port (port 0: any). Raises UserError when that cannot be."""
     where = f"{host}:{port}"
+    if not 0 <= port < 2**16:  # getaddrinfo would take it modulo 65536
+        raise UserError(f"cannot listen on {where}: a port is between 0 and 65535; give another --port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -58,10 +60,11 @@ def listen(host: str, port: int) -> socket.socket:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(1024)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         sock.close()
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"cannot listen on {where}: {reason}; give another --port or --host") from error
+        raise UserError(
+            f"cannot listen on {where}: {error.strerror}; give another --port or --host"
+        ) from error
     return sock
 
 

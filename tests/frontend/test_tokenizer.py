@@ -278,7 +278,14 @@ def sentencepiece(**metadata: Any) -> dict[str, Any]:
     """A hand-made sentencepiece vocabulary: bytes, letters, and a few merges whose scores set their order."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcd"]
     kinds, scores = [2, 3, 3, *[6] * 256, *[1] * 5], [0.0] * 259 + [-10.0] * 5
-    for token, score in (("▁a", -3.0), ("ab", -1.0), ("bc", -2.0), ("▁ab", -4.0), ("abc", -5.0)):
+    for token, score in (
+        ("▁a", -3.0),
+        ("ab", -1.0),
+        ("bc", -2.0),
+        ("▁ab", -4.0),
+        ("abc", -5.0),
+        ("cd", -6.0),
+    ):
         tokens, kinds, scores = [*tokens, token], [*kinds, 1], [*scores, score]
     values = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds}
     values |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
@@ -290,6 +297,7 @@ def test_sentencepiece_merges_by_score(tmp_path: Path) -> None:
     assert assets.add_bos
     # "ab" (-1) is joined before "▁a" (-3) and "bc" (-2); then "▁ab" (-4) before "abc" (-5).
     assert tokens_of(assets, "abc") == ["<s>", "▁ab", "c"]
+    assert tokens_of(assets, "bcd") == ["<s>", "▁", "bc", "d"]  # "bc" (-2) before "cd" (-6)
     assert tokens_of(assets, "a é") == ["<s>", "▁a", "▁", "<0xC3>", "<0xA9>"]
     tokenizer = Tokenizer.from_str(assets.tokenizer_json.decode())
     assert tokenizer.decode(tokenizer.encode("ab  é d").ids) == "ab  é d"

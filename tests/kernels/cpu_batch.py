@@ -22,14 +22,17 @@ class CBatch(ctypes.Structure):
 
 
 ROW_SAMPLING = np.dtype(
-    [(n, np.float32) for n in "temperature top_p min_p repetition presence frequency".split()]
-    + [(n, np.int32) for n in "top_k num_penalty num_bias penalty_offset bias_offset reserved".split()]
+    [(n, np.float32) for n in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")]
+    + [
+        (n, np.int32)
+        for n in ("top_k", "num_penalty", "num_bias", "penalty_offset", "bias_offset", "reserved")
+    ]
     + [("seed", np.uint64), ("reserved2", np.uint64)]
 )
 
 
 class BuiltBatch:
-    """`c` is passed to a wrapper that takes `const Batch&`; the arrays are attributes by the names of abi.h."""
+    """`c` is passed to a wrapper that takes `const Batch&`; `arrays`, by the names of abi.h, live with it."""
 
     def __init__(self, counts: dict[str, int], arrays: dict[str, npt.NDArray[Any] | None]) -> None:
         self.arrays = arrays

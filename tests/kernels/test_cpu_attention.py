@@ -13,8 +13,8 @@ WRAPPERS = "".join(
     f"""
 EXPORT void write_{name}_{kv}(Par p, const Batch& b, Mat k, Mat v, uint8_t* pool) {{
   kv_write<{hkv}, {d}, Kv::{kv}>(p, b, k, v, pool); }}
-EXPORT void attend_{name}_{kv}(Par p, const Batch& b, Mat q, uint8_t* pool, float scale, int window, float cap,
-                               const float* sinks, Mat out) {{
+EXPORT void attend_{name}_{kv}(Par p, const Batch& b, Mat q, uint8_t* pool, float scale, int window,
+                               float cap, const float* sinks, Mat out) {{
   attention<{hq}, {hkv}, {d}, Kv::{kv}>(p, b, q, pool, AttentionParams{{scale, window, cap, sinks}}, out); }}
 EXPORT long long page_bytes_{name}_{kv}() {{ return kv_page_bytes<{hkv}, {d}, Kv::{kv}>(); }}
 """
@@ -30,7 +30,7 @@ def unit(request):
 
 
 class Sequences:
-    """Whole sequences of random q, k, v, attended to step by step through one pool that starts full of NaN."""
+    """Whole sequences of random q, k, v, attended to step by step through a pool that starts full of NaN."""
 
     def __init__(self, unit, name, kv, lengths, seed, pages=None):
         self.unit, self.name, self.kv = unit, name, kv

@@ -33,7 +33,9 @@ EXPORT void v_sincos(Par, int n, const double* in, double* s, double* c) {
     store(c + i, b);
   }
 }
-EXPORT void v_log(Par, int n, const double* in, double* out) { for (int i = 0; i < n; ++i) out[i] = log(in[i]); }
+EXPORT void v_log(Par, int n, const double* in, double* out) {
+  for (int i = 0; i < n; ++i) out[i] = log(in[i]);
+}
 EXPORT void v_f16(Par, int n, const uint16_t* in, float* out) {
   for (int i = 0; i < n; i += 16) store(out + i, f16_to_f32(load<u16x16>(in + i)));
 }

@@ -9,8 +9,10 @@ from cpu_harness import PORTABLE, V3, Unit, as_mat, checked, new_mat, require
 
 C = 50  # of one segment; not a multiple of the vector width
 WRAPPERS = f"""
-EXPORT void rms(Par p, int t, Mat x, const float* w, float eps, Mat out) {{ rms_norm<1, {C}>(p, t, x, w, eps, out); }}
-EXPORT void rms_heads(Par p, int t, Mat x, const float* w, float eps, Mat out) {{ rms_norm<3, 32>(p, t, x, w, eps, out); }}
+EXPORT void rms(Par p, int t, Mat x, const float* w, float eps, Mat out) {{
+  rms_norm<1, {C}>(p, t, x, w, eps, out); }}
+EXPORT void rms_heads(Par p, int t, Mat x, const float* w, float eps, Mat out) {{
+  rms_norm<3, 32>(p, t, x, w, eps, out); }}
 EXPORT void layer(Par p, int t, Mat x, const float* w, const float* b, float eps, Mat out) {{
   layer_norm<1, {C}>(p, t, x, w, b, eps, out); }}
 EXPORT void layer_heads(Par p, int t, Mat x, const float* w, const float* b, float eps, Mat out) {{
@@ -29,7 +31,8 @@ EXPORT void k_act(Par p, int t, Mat a, Mat out) {{ act<Act::gelu_tanh, {C}>(p, t
 EXPORT void k_gated(Par p, int t, Mat g, Mat u, Mat out) {{ gated_act<Act::silu, {C}>(p, t, g, u, out); }}
 EXPORT void k_softcap(Par p, int t, Mat a, float cap, Mat out) {{ softcap<{C}>(p, t, a, cap, out); }}
 EXPORT void k_copy(Par p, int t, Mat a, Mat out) {{ copy<{C}>(p, t, a, out); }}
-EXPORT void k_select(Par p, int r, const int32_t* rows, Mat a, Mat out) {{ select_rows<{C}>(p, r, rows, a, out); }}
+EXPORT void k_select(Par p, int r, const int32_t* rows, Mat a, Mat out) {{
+  select_rows<{C}>(p, r, rows, a, out); }}
 """
 
 

@@ -1,4 +1,4 @@
-"""Philox and sampling, against published vectors and a float64 reference that shares only the kernel's exp."""
+"""Philox and sampling, against published vectors and a float64 reference that shares the kernel's exp."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPORT void uniforms(Par, int n, const uint64_t* seeds, const uint32_t* index, d
 EXPORT void run_sample(Par p, const Batch& b, Mat logits, int vocab, void* scratch) {
   sample(p, b, logits, vocab, scratch);
 }
-EXPORT long long scratch_bytes(int vocab) { return sample_scratch_bytes(vocab); }
+EXPORT int64_t scratch_bytes(int vocab) { return sample_scratch_bytes(vocab); }
 EXPORT void v_exp(Par, int n, const float* in, float* out) {
   for (int i = 0; i < n; i += 16) store(out + i, exp(load<f32x16>(in + i)));
 }
@@ -89,25 +89,25 @@ def uniform(unit, seed, position):
 
 def reference(unit, logits, row, position):
     """The token by the definition in sampling.h, sums in float64; None where it is too close to call."""
-    l = np.where(np.isnan(logits), -np.inf, logits).astype(np.float32)
+    x = np.where(np.isnan(logits), -np.inf, logits).astype(np.float32)
     for i, value in row.get("bias", {}).items():
-        l[i] += np.float32(value)
+        x[i] += np.float32(value)
     for i, count in row.get("penalties", {}).items():
         penalty = np.float32(row.get("repetition", 1))
-        l[i] = l[i] / penalty if l[i] > 0 else l[i] * penalty
+        x[i] = x[i] / penalty if x[i] > 0 else x[i] * penalty
         if count:
-            l[i] -= np.float32(row.get("presence", 0)) + np.float32(row.get("frequency", 0)) * np.float32(
+            x[i] -= np.float32(row.get("presence", 0)) + np.float32(row.get("frequency", 0)) * np.float32(
                 count
             )
     temperature = row.get("temperature", 1)
     if temperature == 0:
-        return int(np.argmax(l))
-    z = (l - l.max()) / np.float32(temperature)
+        return int(np.argmax(x))
+    z = (x - x.max()) / np.float32(temperature)
     w = kernel_exp(unit, z).astype(np.float64)
     w[w < np.float32(row.get("min_p", 0))] = 0
-    order = np.arange(l.size)
+    order = np.arange(x.size)
     top_k, top_p = row.get("top_k", 0), float(np.float32(row.get("top_p", 1)))
-    if row.get("min_p", 0) > 0 or 0 < top_k < l.size or top_p < 1:
+    if row.get("min_p", 0) > 0 or 0 < top_k < x.size or top_p < 1:
         order = np.lexsort((order, -z))
         order = order[w[order] > 0]
         if top_k:

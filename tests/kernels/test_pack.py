@@ -16,7 +16,7 @@ def matrix(n, k, seed=0):
 
 
 def q4_1_grid(n, groups, seed, full):
-    """Rows on a grid of float16 scales and minima, as GGUF's Q4_1 stores them; level 0 is used, 15 if `full`."""
+    """Rows on a grid of float16 scales and minima, like GGUF's Q4_1; level 0 is used, 15 if `full`."""
     rng = np.random.default_rng(seed)
     scale = (10.0 ** rng.uniform(-4, 0, (n, groups))).astype(np.float16).astype(np.float32)
     low = (-scale * rng.uniform(0, 16, (n, groups))).astype(np.float16).astype(np.float32)

@@ -43,7 +43,8 @@ class FakeExecutor:
     each step; `fail_on` is a token at whose sight a step raises."""
 
     def __init__(
-        self, num_pages: int = 64, *, max_num_tokens: int = 64, max_num_rows: int = 64, vocab_size: int = VOCAB,
+        self, num_pages: int = 64, *, max_num_tokens: int = 64, max_num_rows: int = 64,
+        vocab_size: int = VOCAB,
         delay: float = 0.0, gate: threading.Semaphore | None = None, fail_on: int | None = None,
     ) -> None:  # fmt: skip
         self.vocab_size = vocab_size

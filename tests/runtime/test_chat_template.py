@@ -13,7 +13,8 @@ from llmc.runtime.request import RequestError
 
 CHATML = (
     "{%- for m in messages %}\n"
-    "  {%- if loop.first and m.role != 'system' %}{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{% endif %}\n"
+    "  {%- if loop.first and m.role != 'system' %}"
+    "{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{% endif %}\n"
     "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}\n"
     "{%- endfor %}\n"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -37,7 +38,7 @@ def test_what_hugging_face_gives_a_template() -> None:
     assert render("{{ [1, 2] | tojson(indent=1) }}") == "[\n 1,\n 2\n]"
     assert render("{% generation %}a{% endgeneration %}b") == "ab"
     assert render("{{ strftime_now('%Y') }}") == str(datetime.datetime.now().year)
-    assert render("{{ flag }}{{ tools is none }}", flag="x") == "xTrue"
+    assert render("{{ flag }}{{ tools is none }}", variables={"flag": "x"}) == "xTrue"
     assert render("  {% if true %}\na\n  {% endif %}\n") == "a\n"
 
 
@@ -65,7 +66,7 @@ def test_errors_inside_a_template(template: str) -> None:
 
 def test_reserved_names_cannot_be_set() -> None:
     with pytest.raises(RequestError, match="documents"):
-        render("x", documents=[])
+        render("x", variables={"documents": []})
 
 
 def test_a_template_that_does_not_parse_is_the_plans_fault() -> None:

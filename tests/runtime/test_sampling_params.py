@@ -18,12 +18,16 @@ NAN = math.nan
 @pytest.mark.parametrize(
     "values",
     [
-        {"temperature": -0.1}, {"temperature": 2.1}, {"temperature": NAN}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": NAN},
+        {"temperature": -0.1}, {"temperature": 2.1}, {"temperature": NAN}, {"top_p": 0.0}, {"top_p": 1.1},
+        {"top_p": NAN},
         {"top_k": -2}, {"top_k": 2**31}, {"min_p": -0.1}, {"min_p": 1.0}, {"min_p": NAN},
         {"repetition_penalty": 0.0}, {"repetition_penalty": math.inf}, {"presence_penalty": 2.5},
-        {"frequency_penalty": -2.5}, {"seed": 2**64}, {"seed": -(2**63) - 1}, {"n": 0}, {"n": 17}, {"max_tokens": 0},
-        {"min_tokens": -1}, {"min_tokens": 3, "max_tokens": 2}, {"logprobs": -1}, {"logprobs": 21}, {"stop": ("",)},
-        {"stop": ("a",) * 17}, {"stop": ("a" * 2000,)}, {"stop_token_ids": (1,) * 129}, {"logit_bias": {1: 101.0}},
+        {"frequency_penalty": -2.5}, {"seed": 2**64}, {"seed": -(2**63) - 1}, {"n": 0}, {"n": 17},
+        {"max_tokens": 0},
+        {"min_tokens": -1}, {"min_tokens": 3, "max_tokens": 2}, {"logprobs": -1}, {"logprobs": 21},
+        {"stop": ("",)},
+        {"stop": ("a",) * 17}, {"stop": ("a" * 2000,)}, {"stop_token_ids": (1,) * 129},
+        {"logit_bias": {1: 101.0}},
         {"logit_bias": {1: NAN}}, {"logit_bias": dict.fromkeys(range(1025), 1.0)},
     ],
 )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -149,7 +148,7 @@ def test_logprobs() -> None:
 
 
 def test_a_failed_step_fails_its_requests_only(caplog: pytest.LogCaptureFixture) -> None:
-    with running(FakeExecutor(fail_on=299)) as engine, caplog.at_level(logging.CRITICAL, "llmc.nothing"):
+    with running(FakeExecutor(fail_on=299)) as engine:
         bad = list(engine.generate_blocking(Request("bad", (1, 299, 2), SamplingParams(max_tokens=5))))
         assert [(o.finish_reason, o.token_ids) for o in bad] == [("error", ())]
         assert bad[0].error is not None and "on purpose" not in bad[0].error
@@ -249,7 +248,6 @@ def test_queue_bound_and_all_or_nothing() -> None:
             engine.open_stream([Request("more", prompt(3), params)])
         streams[0].close()
         gate.release(1000)
-        assert await asyncio.to_thread(engine.wait_idle, 5) is False or True
         for stream in streams[1:]:
             assert [o async for o in stream][-1].finish_reason == "length"
         pair = [Request("x", prompt(3), params), Request("y", (), params)]
