@@ -22,7 +22,8 @@ from llmc.kernels.weights import Affine, Stored, Transposed, WeightRef
 
 aten = torch.ops.aten
 _IDENTITY = {aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
-             aten.dropout.default, aten.type_as.default, aten._to_copy.default, aten.to.dtype}  # fmt: skip
+             aten.dropout.default, aten.type_as.default, aten._to_copy.default, aten.to.dtype,
+             aten.to.device, aten.to.dtype_layout}  # fmt: skip
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
           aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints}  # fmt: skip
 _POINTWISE = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar,
@@ -58,6 +59,7 @@ class _Importer:
         self.num_constants = 0
 
     def run(self) -> fx.Graph:
+        self.exported.graph.eliminate_dead_code()
         for node in self.exported.graph.nodes:
             if node.op == "placeholder":
                 self.values[node] = self.placeholder(node)
@@ -121,8 +123,7 @@ class _Importer:
             return None
         tensors = [self.values[a] for a in node.all_input_nodes if self.values[a] is not None]
         if tensors and all(isinstance(t, Tensor) for t in tensors):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n])
-            return target(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+            return self.fold(node)
         if tensors and all(isinstance(t, WeightRef | Tensor) for t in tensors):
             return self.weight_op(node)
         handler = self.handler(target)
@@ -130,6 +131,13 @@ class _Importer:
             self.refuse(node, "no import rule")
         assert handler is not None
         return handler(node)
+
+    def fold(self, node: fx.Node) -> Any:
+        """An op on constants alone, evaluated (on the CPU, wherever it was traced)."""
+        if node.target in _IDENTITY:
+            return self.values[node.args[0]].to(node.meta["val"].dtype)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        return node.target(*args, **{k: v for k, v in kwargs.items() if k != "device"})
 
     def handler(self, target: Any) -> Callable[[fx.Node], Any] | None:
         if target in _IDENTITY:

@@ -13,16 +13,18 @@ struct QuantBuf {
   int32_t* sum;
 };
 
-// One group: scale = amax / 127, q = round to nearest even (x / scale).
+// One group: scale = amax / 127, q = round to nearest even (x / scale). With a NaN or infinity in the group, q is 0 and
+// the scale NaN, so that the products are NaN too instead of a plausible number.
 LLMC_INLINE void quantize_group(f32x16 a, f32x16 b, int8_t* q, float* scale, int32_t* sum) {
   float amax = hmax(max(abs(a), abs(b)));
-  float s = amax / 127.0f;
+  float not_finite = hsum((a - a) + (b - b));  // 0 or NaN
+  float s = amax / 127.0f + not_finite;
   f32x16 divisor = splat(s > 0.0f ? s : 1.0f);
   const float shift = 0x1.8p23f;  // adding it rounds to the nearest integer, ties to even
   i32x16 total{};
   for (int half = 0; half < 2; ++half) {
     f32x16 v = (half == 0 ? a : b) / divisor;
-    v = s > 0.0f ? min(max(v, splat(-127.0f)), splat(127.0f)) : splat(0.0f);
+    v = s > 0.0f ? min(max(v, splat(-127.0f)), splat(127.0f)) : splat(0.0f);  // 0 if s is NaN
     i32x16 n = (i32x16)(v + shift) - (i32x16)splat(shift);
     total += n;
     store(q + half * kLanes, __builtin_convertvector(n, i8x16));

@@ -4,12 +4,16 @@ defaults.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llmc.runtime.chat import ChatTemplate
 from llmc.runtime.detokenizer import TextCodec
+from llmc.runtime.request import RequestError, SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -24,21 +28,29 @@ class SamplingDefaults:
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, object]) -> SamplingDefaults:
-        """Takes what it knows from a generation_config.json; `do_sample: false` does not make a server
-        greedy.
+        """Takes what it knows from a generation_config.json; what is out of range is left out, with a
+        warning.
+
+        `do_sample: false` does not make a server greedy.
         """
-        known = {
+        kinds = {
             "temperature": float,
             "top_p": float,
             "top_k": int,
             "min_p": float,
             "repetition_penalty": float,
         }
-        values = {
-            name: kind(value)
-            for name, kind in known.items()
-            if isinstance(value := config.get(name), int | float) and not isinstance(value, bool)
-        }
+        values = {}
+        for name, kind in kinds.items():
+            value = config.get(name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            try:
+                SamplingParams(**{name: kind(value)})
+            except (RequestError, ValueError, OverflowError) as error:
+                log.warning("the generation config's %s is ignored: %s", name, error)
+            else:
+                values[name] = kind(value)
         return cls(**values)
 
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from llmc.errors import UserError
 from llmc.runtime.engine import Engine
 
-OnReady = Callable[[str, int], None]
+OnReady = Callable[[str], None]
 
 
 class Server(uvicorn.Server):
@@ -32,7 +32,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started and self._on_ready is not None and sockets:
             host, port = sockets[0].getsockname()[:2]
-            self._on_ready(host, port)
+            self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # The base class records the signal to raise it again at the end, which would turn exit code 0 into
@@ -88,7 +88,7 @@ def serve(
     """Serves until SIGTERM or SIGINT, then drains: new requests get 503, running ones have `drain_timeout`
     seconds.
 
-    Closes the engine, and returns when all is done. on_ready is called with the address once connections are
+    Closes the engine, and returns when all is done. on_ready is called with the base URL once connections are
     taken. Raises UserError when the port cannot be had.
     """
     engine: Engine = app.state.engine

@@ -246,10 +246,15 @@ def test_quantize(unit, k):
     assert np.array_equal(got.sum, q.astype(np.int32).sum(axis=-1))
 
 
-def test_quantize_survives_nan_and_inf(unit):
-    x = np.zeros((4, K), np.float32)
-    x[0, 3], x[1, 3], x[2, 3] = np.nan, np.inf, -np.inf
-    unit.run("quantize_plain", 4, x, Quantized(4, K).buf)
+@pytest.mark.parametrize("fmt", ["w8", "w4"])
+def test_a_nan_or_infinity_spoils_its_own_row_only(unit, fmt):
+    x, w, _, _ = inputs(fmt, 5, N, K, 97)
+    packed = Packed(fmt, w)
+    want = product(unit, "linear", fmt, x, packed, N, None, NO_MAT)
+    x[0, 3], x[2, 99], x[3, 40] = np.nan, np.inf, -np.inf
+    got = product(unit, "linear", fmt, x, packed, N, None, NO_MAT)
+    assert np.isnan(got[[0, 2, 3]]).all()
+    assert np.array_equal(got[[1, 4]], want[[1, 4]])
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

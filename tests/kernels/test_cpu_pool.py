@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import time
 
+import numpy as np
 import pytest
-from cpu_harness import PORTABLE, Unit, require
+from cpu_harness import NO_MAT, PORTABLE, Mat, QuantBuf, Unit, Weight, aligned_bytes, as_mat, require
+
+from llmc.kernels import pack
 
 WRAPPERS = """
 struct Job { int phases, failures; int counts[64]; };
@@ -21,6 +24,18 @@ static void work(void* ctx, Par par) {
       __atomic_fetch_add(&job.failures, 1, __ATOMIC_RELAXED);
     if (phase > 0 && job.counts[phase - 1] != par.nt) __atomic_fetch_add(&job.failures, 1, __ATOMIC_RELAXED);
   }
+}
+struct Layer { int t; Mat x, normed, out; QuantBuf q; Weight w; };
+static void layer(void* ctx, Par par) {
+  Layer& l = *(Layer*)ctx;
+  rms_norm<1, 96>(par, l.t, l.x, nullptr, 1e-6f, l.normed);
+  quantize<96>(par, l.t, l.normed, l.q);
+  par.barrier();
+  linear<Fmt::w8, 96, 96, Act::silu, false>(par, l.t, l.q, l.w, nullptr, l.x, l.x);
+  par.barrier();
+}
+EXPORT void run_layer(void* pool, Layer* l, int times) {
+  for (int i = 0; i < times; ++i) ((Pool*)pool)->run(layer, l);
 }
 EXPORT int run_jobs(void* pool, int times, int phases) {
   int failures = 0;
@@ -53,6 +68,40 @@ def test_phases_stay_in_step(library, threads):
     time.sleep(0.05)  # workers are asleep now
     assert library.run_jobs(pool, 5, 64) == 0
     library.destroy(pool)
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [
+        ("t", ctypes.c_int),
+        ("x", Mat),
+        ("normed", Mat),
+        ("out", Mat),
+        ("q", QuantBuf),
+        ("w", Weight),
+    ]
+
+
+def run_layers(library, threads):
+    """Twenty layers that feed each other, on a pool of so many threads; what comes out."""
+    rng = np.random.default_rng(1)
+    x, normed = rng.standard_normal((13, 96)).astype(np.float32), np.empty((13, 96), np.float32)
+    q, scale, total = np.empty((13, 96), np.int8), np.empty((13, 3), np.float32), np.empty((13, 3), np.int32)
+    w = rng.standard_normal((96, 96)).astype(np.float32)
+    memory = aligned_bytes(pack.pack("w8", w))
+    regions = [memory.ctypes.data + r.offset for r in pack.packed_layout("w8", 96, 96).regions]
+    buffers = QuantBuf(q.ctypes.data, scale.ctypes.data, total.ctypes.data)
+    layer = Layer(13, as_mat(x), as_mat(normed), NO_MAT, buffers, Weight(*regions, None))
+    pool = library.create(threads, ctypes.byref(ctypes.c_int()))
+    library.run_layer(ctypes.c_void_p(pool), ctypes.byref(layer), 20)
+    library.destroy(pool)
+    return x
+
+
+def test_kernels_on_real_threads_give_the_same_bits(library):
+    want = run_layers(library, 1)
+    assert np.isfinite(want).all()
+    for threads in (2, 3, 2, 3):
+        assert np.array_equal(run_layers(library, threads).view(np.uint32), want.view(np.uint32))
 
 
 def test_create_and_destroy_often(library):

@@ -11,6 +11,7 @@ import pytest
 from llmc.runtime.batching import SUPPRESSED, row_sampling, top_logprobs
 from llmc.runtime.request import Request, RequestError, SamplingParams, output_limit, sequence_seed
 from llmc.runtime.scheduler import Sequence
+from llmc.runtime.server.model import SamplingDefaults
 
 NAN = math.nan
 
@@ -118,3 +119,19 @@ def test_output_limit() -> None:
         with pytest.raises(RequestError) as caught:
             limit(length, **values)
         assert caught.value.code == code
+
+
+def test_defaults_from_a_generation_config() -> None:
+    config = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0,
+        "min_p": "x",
+        "repetition_penalty": True,
+        "eos_token_id": 2,
+    }
+    assert SamplingDefaults.from_generation_config(config) == SamplingDefaults(temperature=0.6, top_k=20)
+    assert (
+        SamplingDefaults.from_generation_config({"temperature": math.nan, "top_k": math.inf})
+        == SamplingDefaults()
+    )

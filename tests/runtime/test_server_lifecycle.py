@@ -136,7 +136,7 @@ from runtime_fakes import FakeExecutor
 from server_harness import build_app
 from llmc.runtime.server.serve import serve
 app = build_app(FakeExecutor(num_pages=128, delay=float(sys.argv[2])))
-ready = lambda host, port: print(port, flush=True)
+ready = lambda url: print(url, flush=True)
 serve(app, "127.0.0.1", 0, drain_timeout=float(sys.argv[3]), on_ready=ready)
 print("torch" in sys.modules, "transformers" in sys.modules, flush=True)
 """
@@ -148,7 +148,7 @@ def test_sigterm_drains_and_exits_with_0(delay: float, timeout: float, finishes:
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
-        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        url = process.stdout.readline().strip()
         with httpx.stream(
             "POST", f"{url}/v1/completions", json=LONG | {"stream": True, "max_tokens": 200}
         ) as response:
