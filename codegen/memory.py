@@ -1,7 +1,8 @@
 """Places buffers in an arena so that buffers alive at the same time do not overlap.
 
 Offsets are in bytes per row, because every activation has one row per token: the arena of a step of T tokens takes
-peak * T bytes. Greedy by size, lowest free offset first (Pisarchyk and Lee 2020, greedy by size for offset calculation).
+peak * T bytes. Greedy by size, lowest free offset first (Pisarchyk and Lee 2020,
+"greedy by size for offset calculation").
 """
 
 from __future__ import annotations

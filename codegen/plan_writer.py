@@ -94,9 +94,7 @@ class PlanWriter:
 
         Returns the engine id, the sha256 of the manifest in hex.
         """
-        table = [
-            {"name": s.name, "offset": s.offset, "size": s.size, "sha256": list(s.chunks)} for s in self.segments
-        ]
+        table = [{"name": s.name, "offset": s.offset, "size": s.size, "sha256": list(s.chunks)} for s in self.segments]
         text = canonical_json(manifest | {"abi": ABI_VERSION, "segments": table})
         digest = hashlib.sha256(text).digest()
         self._file.seek(self._end)

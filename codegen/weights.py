@@ -88,7 +88,10 @@ class WeightTable:
             if entry.constant is not None:
                 yield entry.offset, memoryview(entry.constant.to(torch.float32).numpy().tobytes())
             elif entry.ref is not None and len(entry.ref.shape) == 1:
-                yield entry.offset, memoryview(np.ascontiguousarray(entry.ref.read(reader), np.float32).tobytes())
+                yield (
+                    entry.offset,
+                    memoryview(np.ascontiguousarray(entry.ref.read(reader), np.float32).tobytes()),
+                )
             else:
                 try:
                     yield from _matrix_blocks(entry, reader)
@@ -111,5 +114,5 @@ def _matrix_blocks(entry: Entry, reader: Reader) -> Iterator[tuple[int, memoryvi
         else:
             parts = pack.pack_rows(entry.format, block)
         for index, (region, part) in enumerate(zip(layout.regions, parts, strict=True)):
-            yield entry.offset + region.offset + done[index], memoryview(part)
+            yield entry.offset + region.offset + done[index], memoryview(part.data)
             done[index] += part.nbytes

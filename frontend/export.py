@@ -69,7 +69,7 @@ def _attention_forward(
     scale = float(scaling) if scaling is not None else q.shape[-1] ** -0.5
     window = int(kwargs.get("sliding_window") or 0)
     softcap = float(kwargs.get("softcap") or 0.0)
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = int(module.layer_idx)
     return ATTENTION(q, k, v, kwargs.get("s_aux"), scale, window, softcap, layer), None
 
 

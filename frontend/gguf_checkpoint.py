@@ -113,9 +113,7 @@ class GgufCheckpoint:
             return np.zeros((0, *tensor.shape[1:]), dtype=np.float32)
         return self._call(dequantize, tensor, raw).reshape(rows, *tensor.shape[1:])
 
-    def _call(
-        self, dequantize: Any, tensor: GgufTensor, raw: npt.NDArray[np.uint8]
-    ) -> npt.NDArray[np.float32]:
+    def _call(self, dequantize: Any, tensor: GgufTensor, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
         if plain := _PLAIN.get(tensor.kind.name):
             return raw.view(plain).astype(np.float32, copy=False)
         try:
@@ -173,9 +171,7 @@ class GgufCheckpoint:
         else:
             made = self._transform(sources, stand_ins)
         if name not in made:
-            raise UserError(
-                f"{self.path}: tensor {stored.name} could not be turned into {name}: use the safetensors"
-            )
+            raise UserError(f"{self.path}: tensor {stored.name} could not be turned into {name}: use the safetensors")
         as_stored = len(sources) == 1 and made[name] is stand_ins[0]
         return _Recipe(TensorInfo(name, tuple(made[name].shape), stored.kind.name), sources, as_stored)
 

@@ -40,9 +40,7 @@ def gguf_config(header: GgufHeader, path: Path) -> dict[str, Any]:
             "(llama-gguf-split --merge FIRST-PART OUT.gguf)"
         )
     raw = _by_transformers(header, path, architecture)
-    if (
-        "token_embd.weight" in header.tensors
-    ):  # the table misses it for some, and padding makes metadata differ
+    if "token_embd.weight" in header.tensors:  # the table misses it for some, and padding makes metadata differ
         raw["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     return raw
 
@@ -56,9 +54,7 @@ def _by_transformers(header: GgufHeader, path: Path, architecture: str) -> dict[
         copy.write_bytes(_header_copy(header))
         try:
             return dict(load_gguf_checkpoint(str(copy), return_tensors=False)["config"])
-        except (
-            Exception
-        ) as error:  # the loader trusts its input, and fails in as many ways as there are mistakes
+        except Exception as error:  # the loader trusts its input, and fails in as many ways as there are mistakes
             reason = " ".join(str(error).split()).replace(str(copy), path.name)
             raise UserError(
                 f"{path}: transformers cannot read a GGUF of architecture {architecture!r} ({reason[:200]}): "
@@ -113,9 +109,7 @@ def apply_positions(config: Any, header: GgufHeader, path: Path) -> None:
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = header.metadata.get(prefix + "original_context_length")
     if kind not in ("linear", "yarn") or None in scaling.values():
-        raise UserError(
-            f"{path} scales its rope by {kind!r}, which cannot be read from GGUF: use the safetensors"
-        )
+        raise UserError(f"{path} scales its rope by {kind!r}, which cannot be read from GGUF: use the safetensors")
     _rope_parameters(config, path).update(scaling)
 
 
@@ -135,9 +129,7 @@ def apply_rope_factors(config: Any, factors: npt.NDArray[np.float32], path: Path
     smooth = np.clip(smooth, 0.0, 1.0)
     expected = 1.0 / ((1.0 - smooth) / factor + smooth)
     if not np.allclose(expected, factors, rtol=1e-3):
-        raise UserError(
-            f"{path} scales its rope in a way that is not known (rope_freqs.weight): use the safetensors"
-        )
+        raise UserError(f"{path} scales its rope in a way that is not known (rope_freqs.weight): use the safetensors")
     parameters.update({"rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE})
 
 

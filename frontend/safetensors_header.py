@@ -42,16 +42,12 @@ def read_header(file: RawFile) -> dict[str, Stored]:
     if length > _MAX_HEADER:
         raise UserError(f"{where} is not a safetensors file: its header claims {length} bytes")
     if 8 + length > file.size:
-        raise UserError(
-            f"{where} is truncated inside its header ({file.size} of {8 + length} bytes): fetch it again"
-        )
+        raise UserError(f"{where} is truncated inside its header ({file.size} of {8 + length} bytes): fetch it again")
     entries = _parse(file.read(8, length).tobytes(), where)
     base = 8 + length
     tensors = {name: _entry(name, value, base, file) for name, value in entries if name != "__metadata__"}
     if len(tensors) != sum(name != "__metadata__" for name, _ in entries):
-        raise UserError(
-            f"{where} lists a tensor twice: {_first_duplicate(entries)}; export the checkpoint again"
-        )
+        raise UserError(f"{where} lists a tensor twice: {_first_duplicate(entries)}; export the checkpoint again")
     _check_cover(tensors, base, file)
     return tensors
 
@@ -89,9 +85,7 @@ def _entry(name: str, value: Any, base: int, file: RawFile) -> Stored:
         raise UserError(f"{where} has malformed data_offsets: the header is damaged; fetch the file again")
     begin, end = base + offsets[0], base + offsets[1]
     if end > file.size:
-        raise UserError(
-            f"{where} ends at byte {end} but the file has {file.size}: it is truncated; fetch it again"
-        )
+        raise UserError(f"{where} ends at byte {end} but the file has {file.size}: it is truncated; fetch it again")
     bits = math.prod(shape) * _BITS[dtype]
     if bits != (end - begin) * 8:
         raise UserError(
@@ -111,14 +105,11 @@ def _check_cover(tensors: dict[str, Stored], base: int, file: RawFile) -> None:
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if stored.begin != expected:
             relation = "overlaps another" if stored.begin < expected else "leaves a hole before it"
-            raise UserError(
-                f"tensor {name} in {file.path} {relation}: the header is damaged; fetch the file again"
-            )
+            raise UserError(f"tensor {name} in {file.path} {relation}: the header is damaged; fetch the file again")
         expected = stored.end
     if expected != file.size:
         raise UserError(
-            f"{file.path} has {file.size - expected} bytes that belong to no tensor: it is damaged; fetch it "
-            "again"
+            f"{file.path} has {file.size - expected} bytes that belong to no tensor: it is damaged; fetch it again"
         )
 
 

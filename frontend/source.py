@@ -47,9 +47,7 @@ def resolve(model: str, *, sha256: str | None = None, revision: str | None = Non
         return _local(path, sha256)
     if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
         if sha256 is not None:
-            raise UserError(
-                f"--sha256 needs one file to check, and {model} is a hub repository: pin its revision"
-            )
+            raise UserError(f"--sha256 needs one file to check, and {model} is a hub repository: pin its revision")
         return _from_hub(model, revision)
     raise UserError(f"no such model: {model!r} does not exist here, and it is not {_KINDS}")
 
@@ -100,7 +98,5 @@ def _from_hub(model: str, revision: str | None) -> Source:
     except errors.HFValidationError as error:
         raise UserError(f"{model!r} is neither a path here nor a valid hub id") from error
     except Exception as error:  # the HTTP library under the hub client, and so its errors, may change
-        raise UserError(
-            f"fetching {model} from the hub failed: {' '.join(str(error).split())[:200]}"
-        ) from error
+        raise UserError(f"fetching {model} from the hub failed: {' '.join(str(error).split())[:200]}") from error
     return Source(Path(path), "dir", label)

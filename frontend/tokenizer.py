@@ -84,9 +84,7 @@ def _from_directory(ckpt: SafetensorsCheckpoint) -> TokenizerAssets | None:
             tokenizer = Tokenizer.from_str((path / "tokenizer.json").read_text(encoding="utf-8"))
         except Exception as error:  # tokenizers raises a bare Exception
             reason = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"{path / 'tokenizer.json'} is not a valid tokenizer ({reason}): fetch it again"
-            ) from error
+            raise UserError(f"{path / 'tokenizer.json'} is not a valid tokenizer ({reason}): fetch it again") from error
         _add_configured_tokens(tokenizer, settings, special)
     elif any((path / name).is_file() for name in _SLOW_FILES):
         tokenizer, special = _converted(path)
@@ -110,9 +108,7 @@ def _converted(path: Path) -> tuple[Tokenizer, dict[str, str]]:
             f"{path} has no tokenizer.json, and transformers cannot make one of what is there ({reason}): "
             "save the tokenizer again as tokenizer.json"
         ) from error
-    return tokenizer, {
-        role: str(text) for role in _ROLES if (text := getattr(loaded, role, None)) is not None
-    }
+    return tokenizer, {role: str(text) for role in _ROLES if (text := getattr(loaded, role, None)) is not None}
 
 
 def _optional(path: Path) -> dict[str, Any]:
@@ -131,9 +127,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return {role: text for role, text in found if text is not None}
 
 
-def _add_configured_tokens(
-    tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str]
-) -> None:
+def _add_configured_tokens(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str]) -> None:
     """Tokens that only tokenizer_config.json knows, by their ids, then the named special ones."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     listed = settings.get("added_tokens_decoder") or {}

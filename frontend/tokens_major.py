@@ -100,9 +100,7 @@ class _Importer:
     def weight(self, ref: WeightRef) -> fx.Node:
         if ref not in self.parameters:
             name = "w_" + "".join(c if c.isalnum() else "_" for c in ref.describe())[:80]
-            with self.graph.inserting_after(
-                list(self.graph.nodes)[len(self.inputs) + len(self.parameters) - 1]
-            ):
+            with self.graph.inserting_after(list(self.graph.nodes)[len(self.inputs) + len(self.parameters) - 1]):
                 self.parameters[ref] = self.graph.placeholder(name)
             self.parameters[ref].meta["weight"] = ref
         return self.parameters[ref]
@@ -174,7 +172,7 @@ class _Importer:
             return Transposed(refs[0].shape[::-1], refs[0])
         if target in (aten.add.Tensor, aten.mul.Tensor) and len(refs) == 1:
             other = next(a for a in node.args if not (isinstance(a, fx.Node) and self.values[a] is refs[0]))
-            value = float(self.values[other]) if isinstance(other, fx.Node) else float(other)  # type: ignore[arg-type]
+            value = float(self.values[other]) if isinstance(other, fx.Node) else float(other)
             scale, shift = (1.0, value) if target is aten.add.Tensor else (value, 0.0)
             return Affine(refs[0].shape, refs[0], scale, shift)
         self.refuse(node, "it computes on weights in a way that has no recipe")
@@ -210,18 +208,16 @@ class _Importer:
         shape = _shape(source)
         order = list(range(len(shape)))
         if node.target is aten.transpose.int:
-            a, b = (int(d) % len(shape) for d in node.args[1:3])  # type: ignore[call-overload]
+            a, b = (int(d) % len(shape) for d in node.args[1:3])
             order[a], order[b] = order[b], order[a]
         else:
-            order = [int(d) % len(shape) for d in node.args[1]]  # type: ignore[union-attr]
+            order = [int(d) % len(shape) for d in node.args[1]]
         before, after = _kept_dims(shape), [order[d] for d in _kept_dims(_shape(node))]
         if before == after:
             return self.values[source]
         if sorted(before) != sorted(after):
             self.refuse(node, "a permutation moves the batch dimension")
-        return self.graph.call_function(
-            aten.permute.default, (self.operand(source), [before.index(d) for d in after])
-        )
+        return self.graph.call_function(aten.permute.default, (self.operand(source), [before.index(d) for d in after]))
 
     def mapped_dim(self, node: fx.Node, shape: list[int], dim: int) -> int:
         kept = _kept_dims(shape)
@@ -234,9 +230,9 @@ class _Importer:
         source, dim, index = node.args
         assert isinstance(source, fx.Node)
         shape = _shape(source)
-        if int(dim) % len(shape) not in _kept_dims(shape) and index == 0:  # type: ignore[call-overload]
+        if int(dim) % len(shape) not in _kept_dims(shape) and index == 0:
             return self.values[source]
-        d = self.mapped_dim(node, shape, int(dim))  # type: ignore[call-overload]
+        d = self.mapped_dim(node, shape, int(dim))
         return self.graph.call_function(aten.select.int, (self.operand(source), d, index))
 
     def slice(self, node: fx.Node) -> Any:
@@ -247,7 +243,7 @@ class _Importer:
         shape = _shape(source)
         if shape == _shape(node):
             return self.values[source]
-        d = self.mapped_dim(node, shape, int(dim))  # type: ignore[call-overload]
+        d = self.mapped_dim(node, shape, int(dim))
         size = _tokens_major(shape)[d]
         lo, hi, _ = slice(start, stop).indices(size)
         return self.slice_node(self.operand(source), d, lo, hi)
@@ -258,7 +254,7 @@ class _Importer:
     def split(self, node: fx.Node) -> Any:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        dim = int(node.args[2]) if len(node.args) > 2 else int(node.kwargs.get("dim", 0))  # type: ignore[call-overload]
+        dim = int(node.args[2]) if len(node.args) > 2 else int(node.kwargs.get("dim", 0))
         shape = _shape(source)
         d = self.mapped_dim(node, shape, dim)
         x, pieces, base = self.operand(source), [], 0
@@ -270,13 +266,13 @@ class _Importer:
         return pieces
 
     def getitem(self, node: fx.Node) -> Any:
-        return self.values[node.args[0]][node.args[1]]  # type: ignore[index]
+        return self.values[node.args[0]][node.args[1]]
 
     def cat(self, node: fx.Node) -> Any:
-        parts = [p for p in node.args[0] if 0 not in _shape(p)]  # type: ignore[union-attr, arg-type]
+        parts = [p for p in node.args[0] if 0 not in _shape(p)]
         if len(parts) == 1:
-            return self.values[parts[0]]  # type: ignore[index]
-        dim = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[call-overload]
+            return self.values[parts[0]]
+        dim = int(node.args[1]) if len(node.args) > 1 else 0
         d = self.mapped_dim(node, _shape(node), dim)
         return self.graph.call_function(aten.cat.default, ([self.operand(p) for p in parts], d))
 
@@ -290,13 +286,13 @@ class _Importer:
         if node.target is aten.add.Tensor and node.kwargs.get("alpha", 1) != 1:
             self.refuse(node, "an addition with alpha")
         kwargs = {k: v for k, v in node.kwargs.items() if k != "alpha"}
-        return self.graph.call_function(node.target, tuple(args), kwargs)  # type: ignore[arg-type]
+        return self.graph.call_function(node.target, tuple(args), kwargs)
 
     def mean(self, node: fx.Node) -> Any:
         source, dims = node.args[:2]
         assert isinstance(source, fx.Node)
         shape = _shape(source)
-        mapped = [self.mapped_dim(node, shape, int(d)) for d in dims]  # type: ignore[union-attr, arg-type, call-overload]
+        mapped = [self.mapped_dim(node, shape, int(d)) for d in dims]
         if not (len(node.args) > 2 and node.args[2]):
             self.refuse(node, "a mean that drops its dimension")
         return self.graph.call_function(aten.mean.dim, (self.operand(source), mapped, True))
@@ -307,13 +303,13 @@ class _Importer:
         )
 
     def same(self, node: fx.Node) -> Any:
-        return self.graph.call_function(node.target, tuple(self.operand(a) for a in node.args))  # type: ignore[arg-type]
+        return self.graph.call_function(node.target, tuple(self.operand(a) for a in node.args))
 
     def addmm(self, node: fx.Node) -> Any:
         """addmm(bias, x, W) and mm(x, W) with W [in, out] are linears of the transposed weight."""
         bias = self.operand(node.args[0]) if node.target is aten.addmm.default else None
         x, w = node.args[-2:]
-        ref = self.values[w]  # type: ignore[index]
+        ref = self.values[w]
         if not isinstance(ref, WeightRef):
             self.refuse(node, "a matrix product of two activations")
         weight = self.weight(Transposed(ref.shape[::-1], ref))

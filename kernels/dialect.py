@@ -8,6 +8,7 @@ runs in PyTorch at every stage; that is how passes are checked and backends are 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,9 +55,7 @@ def embed(ids: Tensor, weight: Tensor, scale: float, offset: int, format: str) -
     return rows * scale if scale != 1.0 else rows
 
 
-@_op(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str act, bool gated, str format) -> Tensor"
-)
+@_op("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str act, bool gated, str format) -> Tensor")
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -138,7 +137,7 @@ def attention(
         return out
     groups = q.shape[1] // k.shape[1]
     bounds = query_start.tolist()
-    for lo, hi in zip(bounds[:-1], bounds[1:], strict=True):
+    for lo, hi in pairwise(bounds):
         pos = positions[lo:hi]
         qs, ks, vs = (t[lo:hi].transpose(0, 1) for t in (q, k, v))
         ks, vs = ks.repeat_interleave(groups, 0), vs.repeat_interleave(groups, 0)

@@ -72,9 +72,7 @@ def _downstream(graph: fx.Graph, name: str) -> set[fx.Node]:
     return found
 
 
-def _call(
-    node: fx.Node, env: dict[fx.Node, Any], reader: Reader, cache: dict[fx.Node, Tensor] | None = None
-) -> Any:
+def _call(node: fx.Node, env: dict[fx.Node, Any], reader: Reader, cache: dict[fx.Node, Tensor] | None = None) -> Any:
     def value(arg: fx.Node) -> Any:
         if not is_weight(arg):
             return env[arg]
@@ -85,4 +83,4 @@ def _call(
         return cache[arg]
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    return node.target(*args, **kwargs)

@@ -96,9 +96,7 @@ def pack_gated_rows(fmt: str, gate: Array, up: Array) -> tuple[Bytes, ...]:
         raise ValueError(f"gate {gate.shape} and up {up.shape} differ in shape")
     k = gate.shape[1]
     parts = zip(_tile_bytes(fmt, k), pack_rows(fmt, gate), pack_rows(fmt, up), strict=True)
-    return tuple(
-        np.stack([g.reshape(-1, size), u.reshape(-1, size)], axis=1).reshape(-1) for (_, size), g, u in parts
-    )
+    return tuple(np.stack([g.reshape(-1, size), u.reshape(-1, size)], axis=1).reshape(-1) for (_, size), g, u in parts)
 
 
 def pack(fmt: str, rows: Array, up: Array | None = None) -> bytes:

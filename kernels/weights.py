@@ -138,7 +138,5 @@ def unzip_heads(ref: WeightRef, heads: int, pieces: tuple[tuple[int, int], ...])
     head 1, …), so that every piece becomes one block over all heads: all q, all k, all v. `pieces` are
     (first row, end row) within a head."""
     per_head = ref.shape[0] // heads
-    parts = tuple(
-        Rows((hi - lo, *ref.shape[1:]), ref, h * per_head + lo) for lo, hi in pieces for h in range(heads)
-    )
+    parts = tuple(Rows((hi - lo, *ref.shape[1:]), ref, h * per_head + lo) for lo, hi in pieces for h in range(heads))
     return concat(parts)

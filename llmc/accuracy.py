@@ -63,13 +63,13 @@ def measure(
     done = 0
     reference = iter_logits(graph, inputs, reader, ROWS)
     for ours in engine_logits(executor, ids):
-        theirs = next(reference).numpy()
-        log_p, log_q = _log_softmax(theirs), _log_softmax(ours)
-        kl += float((np.exp(log_p) * (log_p - log_q)).sum())
-        agree += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
-        targets = ids[done + 1 : done + 1 + len(ours)]
-        picked = np.arange(len(targets)), targets
-        nll -= [log_q[picked].sum(), log_p[picked].sum()]
+        theirs = next(reference)
+        log_p, log_q = (torch.log_softmax(x, -1) for x in (theirs, torch.from_numpy(ours)))
+        kl += float((log_p.exp() * (log_p - log_q)).sum(-1).double().sum())
+        agree += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+        targets = torch.tensor(tokens[done + 1 : done + 1 + len(ours)])
+        picked = torch.arange(len(targets)), targets
+        nll -= [float(log_q[picked].double().sum()), float(log_p[picked].double().sum())]
         done += len(ours)
         progress(done)
     ppl = np.exp(nll / (n - 1))
@@ -87,8 +87,3 @@ def engine_logits(executor: Executor, ids: np.ndarray[tuple[int], np.dtype[np.in
         output = executor.step(Batch(chunk, rows + np.int32(start), bounds, pages, rows, greedy, True))
         assert output.logits is not None
         yield output.logits
-
-
-def _log_softmax(logits: Float32) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))

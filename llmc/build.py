@@ -97,7 +97,12 @@ class _Build:
     """One build; every method is a stage."""
 
     def __init__(
-        self, checkpoint: Checkpoint, output: Path, options: BuildOptions, targets: list[Target], progress: Progress
+        self,
+        checkpoint: Checkpoint,
+        output: Path,
+        options: BuildOptions,
+        targets: list[Target],
+        progress: Progress,
     ) -> None:
         self.checkpoint, self.output, self.options = checkpoint, output, options
         self.targets, self.progress = targets, progress
@@ -127,13 +132,13 @@ class _Build:
 
     def context_length(self, config: Any) -> int:
         """The model's context, or what --max-model-len asks for within it."""
-        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        limit: int | None = getattr(config, "max_position_embeddings", None)
         wanted = self.options.max_model_len
         if limit is None and wanted is None:
             raise UserError("config.json does not say how long the context is; give --max-model-len")
         if wanted is not None and (wanted < 1 or (limit is not None and wanted > limit)):
             raise UserError(f"--max-model-len {wanted}: must be between 1 and the model's context of {limit}")
-        return int(wanted if wanted is not None else limit)
+        return wanted or limit or 0
 
     def eval_tokens(self, assets: TokenizerAssets | None) -> list[int] | None:
         """The ids of the evaluation text, or None when there is to be no report."""
@@ -175,7 +180,12 @@ class _Build:
         )
 
     def write_segments(
-        self, writer: PlanWriter, program: Program, source: str, graph: fx.Graph, assets: TokenizerAssets | None
+        self,
+        writer: PlanWriter,
+        program: Program,
+        source: str,
+        graph: fx.Graph,
+        assets: TokenizerAssets | None,
     ) -> dict[str, bytes]:
         """Compiles in the background while the weights are packed. Returns the code by target."""
         with ThreadPoolExecutor(len(self.targets)) as pool:

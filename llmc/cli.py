@@ -29,17 +29,15 @@ class _Group(click.Group):
             ctx.exit(2)
 
 
-class _Bytes(click.ParamType):
-    """A size: 1073741824, 512M, 4GiB."""
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
-    name = "size"
-    _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", str(value).strip().lower())
-        if match is None:
-            self.fail(f"{value!r} is not a size such as 512M or 4GiB", param, ctx)
-        return int(float(match[1]) * self._UNITS[match[2]])
+def size(text: str) -> int:
+    """Bytes of 1073741824, 512M or 4GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size such as 512M or 4GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -55,12 +53,25 @@ def main() -> None:
 @click.option("--bf16", "precision", flag_value="bf16", help="bfloat16 weights, float32 activations.")
 @click.option("--fp32", "precision", flag_value="fp32", help="float32 throughout.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("engine.plan"), show_default=True)
-@click.option("--target", "targets", multiple=True, help="cpu:x86-64-v4, cpu:x86-64-v3, cpu:x86-64 or native; may be repeated. Default: all.")
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    help="cpu:x86-64-v4, cpu:x86-64-v3, cpu:x86-64 or native; may be repeated. Default: all.",
+)
 @click.option("--max-model-len", type=int, help="Longest sequence; default: the model's context.")
 @click.option("--check-passes", is_flag=True, help="Run the graph before and after every pass and compare.")
 @click.option("--dump-ir", type=click.Path(path_type=Path), help="Write the graph after every pass to this directory.")
-@click.option("--eval-text", type=click.Path(path_type=Path), help="Text of the accuracy report; default: one that ships with llmc.")
-@click.option("--no-eval", is_flag=True, help="Skip the accuracy report (it needs the time and memory of a float32 run).")
+@click.option(
+    "--eval-text",
+    type=click.Path(path_type=Path),
+    help="Text of the accuracy report; default: one that ships with llmc.",
+)
+@click.option(
+    "--no-eval",
+    is_flag=True,
+    help="Skip the accuracy report (it needs the time and memory of a float32 run).",
+)
 @click.option("--max-kl", type=float, help="Fail when the mean KL against float32 is above this.")
 @click.option("--sha256", help="Expected sha256 of the .gguf file (or the wheel of a pypi: model).")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
@@ -98,8 +109,18 @@ def _engine_options(command: Any) -> Any:
     """Options that `serve` and `run` share."""
     for option in (
         click.option("--threads", type=int, help="Default: the physical cores that this process may use."),
-        click.option("--kv-cache-memory", type=_Bytes(), help="Size of the KV pool, e.g. 2GiB. Default: for all sequences, at most 30 % of free memory."),
-        click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Token budget of a step."),
+        click.option(
+            "--kv-cache-memory",
+            type=size,
+            help="Size of the KV pool, e.g. 2GiB. Default: for all sequences, at most 30 % of free memory.",
+        ),
+        click.option(
+            "--max-num-batched-tokens",
+            type=int,
+            default=512,
+            show_default=True,
+            help="Token budget of a step.",
+        ),
         click.option("--max-model-len", type=int, help="Longest sequence; default: the plan's."),
     ):
         command = option(command)
@@ -115,23 +136,46 @@ def _engine_options(command: Any) -> Any:
 @click.option("--max-queue", type=int, default=256, show_default=True, help="Waiting sequences before 429.")
 @click.option("--api-key", envvar="LLMC_API_KEY", help="Required as bearer token on /v1; also $LLMC_API_KEY.")
 @click.option("--served-model-name", help="Name in /v1/models; default: the checkpoint's.")
-@click.option("--drain-timeout", type=float, default=30.0, show_default=True, help="Seconds for running requests after SIGTERM.")
-def serve(plan: Path, host: str, port: int, api_key: str | None, served_model_name: str | None, drain_timeout: float, **flags: Any) -> None:
+@click.option(
+    "--drain-timeout",
+    type=float,
+    default=30.0,
+    show_default=True,
+    help="Seconds for running requests after SIGTERM.",
+)
+def serve(
+    plan: Path,
+    host: str,
+    port: int,
+    api_key: str | None,
+    served_model_name: str | None,
+    drain_timeout: float,
+    **flags: Any,
+) -> None:
     """Serves PLAN through an OpenAI-compatible API."""
     import logging
+    from concurrent.futures import ThreadPoolExecutor
 
-    from llmc.runtime.load import LoadOptions, load_engine, served_model
     from llmc.runtime.plan import Plan
-    from llmc.runtime.server.app import create_app
-    from llmc.runtime.server.serve import serve as run_server
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    opened = Plan.open(plan)
+    with ThreadPoolExecutor(1) as pool:  # hashing a plan needs no interpreter: it goes on beside the imports
+        opening = pool.submit(Plan.open, plan)
+        from llmc.runtime.load import LoadOptions, load_engine, served_model
+        from llmc.runtime.server.app import create_app
+        from llmc.runtime.server.serve import serve as run_server
+    opened = opening.result()
     model = served_model(opened, served_model_name)
-    engine = load_engine(opened, LoadOptions(**flags))
+    engine = load_engine(opened, model.codec, LoadOptions(**flags))
     engine.start()
     app = create_app(engine, model, api_key=api_key)
-    run_server(app, host, port, drain_timeout=drain_timeout, on_ready=lambda address: click.echo(f"llmc: serving {model.name} on {address}", err=True))
+    run_server(
+        app,
+        host,
+        port,
+        drain_timeout=drain_timeout,
+        on_ready=lambda address: click.echo(f"llmc: serving {model.name} on {address}", err=True),
+    )
 
 
 @main.command()
@@ -144,7 +188,17 @@ def serve(plan: Path, host: str, port: int, api_key: str | None, served_model_na
 @click.option("--top-k", type=int)
 @click.option("--seed", type=int)
 @_engine_options
-def run(plan: Path, prompt: str, raw: bool, max_tokens: int | None, seed: int | None, temperature: float | None, top_p: float | None, top_k: int | None, **flags: Any) -> None:
+def run(
+    plan: Path,
+    prompt: str,
+    raw: bool,
+    max_tokens: int | None,
+    seed: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    **flags: Any,
+) -> None:
     """Answers PROMPT on the terminal; tokens/s go to stderr."""
     from llmc.run import run_prompt
     from llmc.runtime.load import LoadOptions

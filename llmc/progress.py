@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,19 +13,13 @@ class TerminalProgress:
     """Implements `build.Progress` with tqdm, which stays silent in a log: there, stages are printed as lines."""
 
     def stage(self, name: str) -> None:
-        tqdm.write(f"llmc: {name}", file=_stderr())
+        tqdm.write(f"llmc: {name}", file=sys.stderr)
 
     @contextmanager
     def bar(self, name: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        with tqdm(total=total, desc=f"llmc: {name}", unit=unit, unit_scale=True, file=_stderr()) as bar:
+        with tqdm(total=total, desc=f"llmc: {name}", unit=unit, unit_scale=True, file=sys.stderr) as bar:
 
             def advance(amount: int) -> None:
                 bar.update(amount)
 
             yield advance
-
-
-def _stderr():  # type: ignore[no-untyped-def]
-    import sys
-
-    return sys.stderr

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from llmc.errors import UserError
+from llmc.runtime.detokenizer import TextCodec
 from llmc.runtime.load import LoadOptions, load_engine, served_model
 from llmc.runtime.plan import Plan
 from llmc.runtime.request import Request, RequestError, SamplingParams
@@ -35,13 +36,13 @@ def run_prompt(
             ids = model.codec.encode(prompt)
         params = SamplingParams(max_tokens=max_tokens, seed=seed, **values)
         request = Request("run", tuple(ids), params)
-        _stream(plan, request, options)
+        _stream(plan, model.codec, request, options)
     except RequestError as error:
         raise UserError(str(error)) from error
 
 
-def _stream(plan: Plan, request: Request, options: LoadOptions) -> None:
-    engine = load_engine(plan, options)
+def _stream(plan: Plan, codec: TextCodec, request: Request, options: LoadOptions) -> None:
+    engine = load_engine(plan, codec, options)
     engine.start()
     started, first, count = time.perf_counter(), 0.0, 0
     try:
@@ -58,7 +59,6 @@ def _stream(plan: Plan, request: Request, options: LoadOptions) -> None:
     decode = time.perf_counter() - first
     rate = (count - 1) / decode if count > 1 and decode > 0 else 0.0
     print(
-        f"llmc: {len(request.prompt)} prompt tokens in {first - started:.2f} s, "
-        f"{count} tokens at {rate:.1f} tokens/s",
+        f"llmc: {len(request.prompt)} prompt tokens in {first - started:.2f} s, {count} tokens at {rate:.1f} tokens/s",
         file=sys.stderr,
     )

@@ -17,7 +17,7 @@ from llmc.passes.result import PassContext, PassResult
 
 
 def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
-    count, skipped = 0, []
+    count = 0
     for node in calls(graph, aten.tanh.default):
         found = _spelled_out_gelu(node)
         if found is not None:
@@ -33,7 +33,7 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
                 replace(node, OPS["gated_act"], (gate.args[0], up, gate.args[1]))
                 count += 1
                 break
-    return PassResult(count, skipped)
+    return PassResult(count)
 
 
 def _kind(node: fx.Node) -> str:

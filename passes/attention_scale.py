@@ -16,13 +16,13 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     count = 0
     for node in calls(graph, OPS["attention"]):
         query, chain = node.args[0], []
-        while is_call(query, aten.view.default, OPS["rope"]) and only_user(query) is not None:  # type: ignore[arg-type]
+        while is_call(query, aten.view.default, OPS["rope"]) and only_user(query) is not None:
             chain.append(query)
-            query = query.args[0]  # type: ignore[union-attr]
-        if not is_call(query, OPS["scale"]) or only_user(query) is None or not chain:  # type: ignore[arg-type]
+            query = query.args[0]
+        if not is_call(query, OPS["scale"]) or only_user(query) is None or not chain:
             continue
-        x, factor = query.args  # type: ignore[union-attr]
-        query.replace_all_uses_with(x)  # type: ignore[union-attr]
-        node.args = (*node.args[:6], node.args[6] * factor, *node.args[7:])  # type: ignore[operator]
+        x, factor = query.args
+        query.replace_all_uses_with(x)
+        node.args = (*node.args[:6], node.args[6] * factor, *node.args[7:])
         count += 1
     return PassResult(count)

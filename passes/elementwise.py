@@ -17,9 +17,9 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     count, skipped = 0, []
     for node in calls(graph, aten.tanh.default):
         divide, times = node.args[0], only_user(node)
-        cap = scalar(divide.args[1]) if is_call(divide, aten.div.Tensor) else None  # type: ignore[union-attr]
-        if cap is not None and is_call(times, aten.mul.Tensor) and (node, cap) in list(commuted(times)):  # type: ignore[arg-type]
-            replace(times, OPS["softcap"], (divide.args[0], cap))  # type: ignore[arg-type, union-attr]
+        cap = scalar(divide.args[1]) if is_call(divide, aten.div.Tensor) else None
+        if cap is not None and is_call(times, aten.mul.Tensor) and (node, cap) in list(commuted(times)):
+            replace(times, OPS["softcap"], (divide.args[0], cap))
         else:
             replace(node, OPS["act"], (node.args[0], "tanh"))
         count += 1

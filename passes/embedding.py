@@ -14,8 +14,8 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     for node in calls(graph, aten.embedding.default):
         weight, ids = node.args
         offset = 0
-        if is_call(ids, aten.add.Tensor) and isinstance(ids.args[1], int):  # type: ignore[union-attr]
-            ids, offset = ids.args  # type: ignore[union-attr, assignment]
+        if is_call(ids, aten.add.Tensor) and isinstance(ids.args[1], int):
+            ids, offset = ids.args
         if not (isinstance(ids, fx.Node) and ids.op == "placeholder"):
             skipped.append((node.name, "indices are neither tokens nor positions plus a constant"))
             continue

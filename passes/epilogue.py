@@ -19,8 +19,8 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     count = 0
     for node in calls(graph, OPS["act"]):
         linear = node.args[0]
-        if _single_use_linear(linear) and linear.args[3:6] == (None, "none", False):  # type: ignore[union-attr]
-            x, w, bias, *_, format = linear.args  # type: ignore[union-attr]
+        if _single_use_linear(linear) and linear.args[3:6] == (None, "none", False):
+            x, w, bias, *_, format = linear.args
             replace(node, OPS["linear"], (x, w, bias, None, node.args[1], False, format))
             count += 1
     for node in calls(graph, OPS["add"]):

@@ -36,13 +36,13 @@ class KVSlot:
 def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     layers = []
     for node in calls(graph, OPS["attention"]):
-        _, heads, dim = shape(node.args[1])  # type: ignore[arg-type]
-        query_heads = shape(node.args[0])[1]  # type: ignore[arg-type]
+        _, heads, dim = shape(node.args[1])
+        query_heads = shape(node.args[0])[1]
         if dim % 8 or dim > 512 or query_heads % heads:
             raise UserError(
                 f"attention at {node.meta.get('path')}: {query_heads} query heads over {heads} KV heads of size {dim};"
                 " the head size must be a multiple of 8 up to 512, and the KV heads must divide the query heads"
             )
-        node.meta["kv"] = KVSlot(node.args[9], heads, dim, ctx.kv_dtype)  # type: ignore[arg-type]
+        node.meta["kv"] = KVSlot(node.args[9], heads, dim, ctx.kv_dtype)
         layers.append(node.args[9])
     return PassResult(len(layers))

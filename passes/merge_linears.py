@@ -13,7 +13,17 @@ from torch import fx
 
 from llmc.kernels.dialect import OPS
 from llmc.kernels.weights import WeightRef, Zeros, concat
-from llmc.passes.match import add_weight, aten, calls, is_call, last_dim_slice, only_user, replace, shape, weight
+from llmc.passes.match import (
+    add_weight,
+    aten,
+    calls,
+    is_call,
+    last_dim_slice,
+    only_user,
+    replace,
+    shape,
+    weight,
+)
 from llmc.passes.result import PassContext, PassResult
 
 
@@ -23,7 +33,7 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in calls(graph, OPS["linear"]):
         if _is_plain(node) and node.users:
-            groups.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
+            groups.setdefault(node.args[0], []).append(node)
     for nodes in groups.values():
         if len(nodes) > 1:
             _merge(graph, nodes)
@@ -59,18 +69,18 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 
 def _merge_gated(graph: fx.Graph, node: fx.Node, skipped: list[tuple[str, str]]) -> int:
     gate, up, kind = node.args
-    halves = last_dim_slice(gate), last_dim_slice(up)
-    if halves[0] is not None and halves[1] is not None and halves[0][0] is halves[1][0]:
-        (linear, lo, mid), (_, mid2, hi) = halves
+    first, second = last_dim_slice(gate), last_dim_slice(up)
+    if first is not None and second is not None and first[0] is second[0]:
+        (linear, lo, mid), (_, mid2, hi) = first, second
         if _is_plain(linear) and (lo, mid, hi) == (0, mid2, shape(linear)[1]) and hi == 2 * mid:
             replace(node, OPS["linear"], (*linear.args[:4], kind, True, "f32"))
             return 1
-    if not (_is_plain(gate) and _is_plain(up) and gate.args[0] is up.args[0]):  # type: ignore[union-attr]
+    if not (_is_plain(gate) and _is_plain(up) and gate.args[0] is up.args[0]):
         skipped.append((node.name, "gate and up are not plain linears of one value"))
         return 0
-    if only_user(gate) is not node or only_user(up) is not node:  # type: ignore[arg-type]
+    if only_user(gate) is not node or only_user(up) is not node:
         skipped.append((node.name, "gate or up has other users"))
         return 0
-    w, bias = _merged_weight(graph, [gate, up])  # type: ignore[list-item]
-    replace(node, OPS["linear"], (gate.args[0], w, bias, None, kind, True, "f32"))  # type: ignore[union-attr]
+    w, bias = _merged_weight(graph, [gate, up])
+    replace(node, OPS["linear"], (gate.args[0], w, bias, None, kind, True, "f32"))
     return 1

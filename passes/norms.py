@@ -35,7 +35,7 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
         count += 1
     for node in calls(graph, aten.layer_norm.default):
         x, dims, weight, bias, eps = (*node.args, None, None, 1e-5)[:5] if len(node.args) < 5 else node.args[:5]
-        if list(dims) != [shape(x)[-1]]:  # type: ignore[arg-type]
+        if list(dims) != [shape(x)[-1]]:
             skipped.append((node.name, "it normalises over more than the last dimension"))
             continue
         replace(node, OPS["layer_norm"], (x, weight, bias, eps))

@@ -21,7 +21,7 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
         node.args = (*node.args[:6], format)
         count += format != "f32"
     for node in calls(graph, OPS["embed"]):
-        if node.args[0].name != "tokens":  # type: ignore[union-attr]
+        if node.args[0].name != "tokens":
             skipped.append((node.name, "a position table stays float32"))
             continue
         node.args = (*node.args[:4], ctx.head_format)

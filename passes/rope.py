@@ -92,10 +92,10 @@ def _absorb_pass_through(rope: fx.Node) -> None:
     """cat(rope(x[:rot]), x[rot:]) is rope of the whole x."""
     sliced = last_dim_slice(rope.args[0])
     for user in list(rope.users):
-        if sliced is None or not is_call(user, aten.cat.default) or len(user.args[0]) != 2:  # type: ignore[arg-type]
+        if sliced is None or not is_call(user, aten.cat.default) or len(user.args[0]) != 2:
             continue
         x, lo, rot = sliced
-        if lo == 0 and last_dim_slice(user.args[0][1]) == (x, rot, shape(x)[-1]):  # type: ignore[index]
+        if lo == 0 and last_dim_slice(user.args[0][1]) == (x, rot, shape(x)[-1]):
             user.replace_all_uses_with(rope)
             rope.args = (x, rope.args[1])
             rope.meta["shape"] = shape(x)

@@ -41,7 +41,7 @@ def _run(node: fx.Node) -> _Meta:
         lambda n: torch.empty(n.meta["shape"], dtype=n.meta["dtype"], device="meta"),
     )
     try:
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        result = node.target(*args, **kwargs)
     except (RuntimeError, TypeError, IndexError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"op {node.target} at {node.meta.get('path', '?')}: {reason}") from error

@@ -1,6 +1,8 @@
 """Undoes head-by-head interleaving of merged projections, by reordering the rows of the weight (GPT-NeoX).
 
-view(linear(x, W), [T, H, P])[..., a:b]  ->  view(linear(x, W')[:, …], [T, H, b - a]), W' = all rows a:b of all heads first
+view(linear(x, W), [T, H, P])[..., a:b]  ->  view(linear(x, W')[:, …], [T, H, b - a])
+
+where W' holds the rows a:b of all heads one after the other.
 """
 
 from __future__ import annotations
@@ -9,7 +11,17 @@ from torch import fx
 
 from llmc.kernels.dialect import OPS
 from llmc.kernels.weights import unzip_heads
-from llmc.passes.match import add_weight, aten, calls, is_call, last_dim_slice, only_user, replace, shape, weight
+from llmc.passes.match import (
+    add_weight,
+    aten,
+    calls,
+    is_call,
+    last_dim_slice,
+    only_user,
+    replace,
+    shape,
+    weight,
+)
 from llmc.passes.result import PassContext, PassResult
 
 
@@ -26,10 +38,10 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
         if [lo for lo, _ in pieces] != [0, *(hi for _, hi in pieces[:-1])] or pieces[-1][1] != shape(view)[2]:
             skipped.append((view.name, "the slices do not tile the heads"))
             continue
-        if only_user(linear) is not view or linear.args[5]:  # type: ignore[arg-type, union-attr]
+        if only_user(linear) is not view or linear.args[5]:
             skipped.append((view.name, "the projection has other users"))
             continue
-        _unzip(graph, view, linear, tuple(pieces))  # type: ignore[arg-type]
+        _unzip(graph, view, linear, tuple(pieces))
         count += 1
     return PassResult(count, skipped)
 

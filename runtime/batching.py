@@ -42,9 +42,7 @@ def build_batch(chunks: list[Chunk], eos_token_ids: frozenset[int]) -> Batch:
             rows.append(end - 1)
             sampling.append(row_sampling(sequence, eos_token_ids))
     want_logits = any(chunk.samples and chunk.sequence.request.params.logprobs for chunk in chunks)
-    return Batch(
-        tokens, positions, query_start, tables, np.array(rows, np.int32), tuple(sampling), want_logits
-    )
+    return Batch(tokens, positions, query_start, tables, np.array(rows, np.int32), tuple(sampling), want_logits)
 
 
 def row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampling:
@@ -53,9 +51,7 @@ def row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampli
     penalty_tokens, penalty_counts = _penalties(sequence)
     bias = dict(params.logit_bias)
     if sequence.num_output < params.min_tokens:
-        stops = (
-            set(params.stop_token_ids) if params.ignore_eos else eos_token_ids.union(params.stop_token_ids)
-        )
+        stops = set(params.stop_token_ids) if params.ignore_eos else eos_token_ids.union(params.stop_token_ids)
         bias.update(dict.fromkeys(sorted(stops), SUPPRESSED))
     return RowSampling(
         temperature=params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
@@ -75,11 +71,7 @@ def row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampli
 
 def _penalties(sequence: Sequence) -> tuple[Int32 | None, Int32 | None]:
     params = sequence.request.params
-    if (
-        params.repetition_penalty == 1.0
-        and params.presence_penalty == 0.0
-        and params.frequency_penalty == 0.0
-    ):
+    if params.repetition_penalty == 1.0 and params.presence_penalty == 0.0 and params.frequency_penalty == 0.0:
         return None, None
     counts: dict[int, int] = {}
     if params.repetition_penalty != 1.0:  # the only penalty that looks at the prompt

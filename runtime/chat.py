@@ -52,9 +52,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes for HTML, which a prompt must not be.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class ChatTemplate:
@@ -71,9 +69,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(template)
         except jinja2.TemplateError as error:
-            raise UserError(
-                f"the chat template does not parse ({error}); rebuild the plan with another"
-            ) from error
+            raise UserError(f"the chat template does not parse ({error}); rebuild the plan with another") from error
         self._special = dict(special_tokens)
         self.knows_developer = "developer" in template
         """Whether the template names the role "developer", the newer name of "system"."""

@@ -99,9 +99,7 @@ class Engine:
         Raises RequestError (400), QueueFull (429) or EngineUnavailable (503). Close the stream when done with
         it.
         """
-        stream = AsyncStream(
-            sum(r.params.n for r in requests), lambda: self.abort(*(r.request_id for r in requests))
-        )
+        stream = AsyncStream(sum(r.params.n for r in requests), lambda: self.abort(*(r.request_id for r in requests)))
         self._submit(requests, stream)
         return stream
 
@@ -187,16 +185,13 @@ class Engine:
 
     def _submit(self, requests: Sequence[Request], sink: Sink) -> None:
         limits = [
-            output_limit(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
-            for request in requests
+            output_limit(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size) for request in requests
         ]
         if self._codec is None and any(request.params.stop for request in requests):
             raise RequestError("stop strings need a tokenizer, and this plan holds none", param="stop")
         count = sum(request.params.n for request in requests)
         if count > self._capacity:
-            raise RequestError(
-                f"{count} sequences in one request are more than this server holds ({self._capacity})"
-            )
+            raise RequestError(f"{count} sequences in one request are more than this server holds ({self._capacity})")
         ids = [request.request_id for request in requests]
         with self._changed:
             if self.is_draining or not self._thread.is_alive():
@@ -298,9 +293,7 @@ class Engine:
                 log.exception("request %s failed", request_id)
                 self._end_request(request_id, "error", "internal error: the output could not be processed")
 
-    def _answer_one(
-        self, live: _Live, track: Track, output: StepOutput, row: int, token: int, now: float
-    ) -> None:
+    def _answer_one(self, live: _Live, track: Track, output: StepOutput, row: int, token: int, now: float) -> None:
         sequence = track.sequence
         if not 0 <= token < self.vocab_size:
             raise RuntimeError(f"the executor sampled token {token} of a vocabulary of {self.vocab_size}")

@@ -124,9 +124,7 @@ class CpuExecutor:
             "out_tokens": out_tokens, "out_logprobs": out_logprobs, "logits": logits,
         }  # fmt: skip
         pointers = {name: a.ctypes.data if a is not None else None for name, a in arrays.items()}
-        view = _Batch(
-            len(batch.tokens), len(batch.query_start) - 1, rows, batch.block_tables.shape[1], **pointers
-        )
+        view = _Batch(len(batch.tokens), len(batch.query_start) - 1, rows, batch.block_tables.shape[1], **pointers)
         if self._library.llmc_step(self._engine, ctypes.byref(view)):
             raise ValueError("the batch is larger than the engine's arena")
         return StepOutput(out_tokens, out_logprobs, logits)

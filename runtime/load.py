@@ -33,7 +33,7 @@ class LoadOptions:
     threads: int | None = None
 
 
-def load_engine(plan: Plan, options: LoadOptions) -> Engine:
+def load_engine(plan: Plan, codec: TextCodec | None, options: LoadOptions) -> Engine:
     """An engine over an open, verified plan; not yet started. Raises UserError for limits that cannot be met."""
     model = plan.manifest["model"]
     max_model_len = int(model["max_model_len"])
@@ -62,7 +62,7 @@ def load_engine(plan: Plan, options: LoadOptions) -> Engine:
         plan.segment("weights"),
         ExecutorConfig(options.max_num_batched_tokens, rows, pages, threads),
     )
-    return Engine(executor, config, load_codec(plan))
+    return Engine(executor, config, codec)
 
 
 def _num_pages(options: LoadOptions, max_model_len: int, page_bytes: int) -> int:

@@ -78,11 +78,15 @@ class Plan:
             raise UserError(f"{path}: not an llmc plan (build one with llmc build)")
         _, abi, zero, offset, size, digest = HEADER.unpack_from(data)
         if abi != ABI_VERSION:
-            raise UserError(f"{path}: plan of ABI version {abi}, this llmc runs {ABI_VERSION}; rebuild it with llmc build")
+            raise UserError(
+                f"{path}: plan of ABI version {abi}, this llmc runs {ABI_VERSION}; rebuild it with llmc build"
+            )
         if zero or any(data[HEADER.size : PAGE]):
             raise UserError(f"{path}: the header was altered; rebuild the plan")
         if size > _MAX_MANIFEST or offset < PAGE or offset + size > len(data):
-            raise UserError(f"{path}: truncated: the manifest should end at byte {offset + size}, the file has {len(data)}")
+            raise UserError(
+                f"{path}: truncated: the manifest should end at byte {offset + size}, the file has {len(data)}"
+            )
         if offset + size != len(data):
             raise UserError(f"{path}: {len(data) - offset - size} bytes too long; rebuild the plan")
         text = data[offset : offset + size]

@@ -99,9 +99,7 @@ class SamplingParams:
         _require(0.0 < self.top_p <= 1.0, "top_p", "must be greater than 0 and at most 1")
         _require(-1 <= self.top_k < 2**31, "top_k", "must be at least 1, or 0 or -1 to turn it off")
         _require(0.0 <= self.min_p < 1.0, "min_p", "must be at least 0 and less than 1")
-        _require(
-            0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "must be between 0.01 and 100"
-        )
+        _require(0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "must be between 0.01 and 100")
         _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be between -2 and 2")
         _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be between -2 and 2")
         _require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "must fit in 64 bits")
@@ -119,9 +117,7 @@ class SamplingParams:
             f"must be between 0 and {MAX_LOGPROBS}",
         )
         self._check_stops()
-        _require(
-            len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"holds more than {MAX_LOGIT_BIAS} tokens"
-        )
+        _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"holds more than {MAX_LOGIT_BIAS} tokens")
         for value in self.logit_bias.values():
             _require(-100.0 <= value <= 100.0, "logit_bias", "values must be between -100 and 100")
 
@@ -218,9 +214,7 @@ def output_limit(request: Request, *, max_model_len: int, vocab_size: int) -> in
             code="context_length_exceeded",
         )
     if params.min_tokens > wanted:
-        raise RequestError(
-            f"min_tokens is {params.min_tokens}, and there is room for {wanted}", param="min_tokens"
-        )
+        raise RequestError(f"min_tokens is {params.min_tokens}, and there is room for {wanted}", param="min_tokens")
     return wanted
 
 

@@ -88,9 +88,7 @@ class _Step:
         self.chunks: dict[int, Chunk] = {}
 
     def add(self, sequence: Sequence, count: int) -> None:
-        self.chunks[sequence.seq_id] = Chunk(
-            sequence, sequence.num_computed, count, count == sequence.remaining
-        )
+        self.chunks[sequence.seq_id] = Chunk(sequence, sequence.num_computed, count, count == sequence.remaining)
         self.budget -= count
 
     def discard(self, sequence: Sequence) -> None:
@@ -107,9 +105,7 @@ class Scheduler:
         ValueError).
         """
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
-            raise ValueError(
-                f"need 1 <= max_num_seqs ({max_num_seqs}) <= tokens per step ({max_num_batched_tokens})"
-            )
+            raise ValueError(f"need 1 <= max_num_seqs ({max_num_seqs}) <= tokens per step ({max_num_batched_tokens})")
         self.allocator: Final = allocator
         self.max_num_seqs: Final = max_num_seqs
         self.max_num_batched_tokens: Final = max_num_batched_tokens
@@ -247,9 +243,7 @@ class Scheduler:
             if not s.running or s.remaining < 1 or s.at_length:
                 raise AssertionError(f"sequence {s.seq_id} runs with {s.remaining} tokens to compute")
             if len(s.pages) != self.allocator.pages_for(s.num_computed):
-                raise AssertionError(
-                    f"sequence {s.seq_id}: {len(s.pages)} pages, {s.num_computed} computed positions"
-                )
+                raise AssertionError(f"sequence {s.seq_id}: {len(s.pages)} pages, {s.num_computed} computed positions")
         for s in self.waiting:
             if s.running or s.pages or s.num_computed:
                 raise AssertionError(f"sequence {s.seq_id} waits but holds pages")

@@ -27,8 +27,8 @@ class Target:
     features: frozenset[str]
 
 
-_V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma movbe abm".split())
-_V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni".split())
+_V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"])
+_V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"])
 _GLIBC = "x86_64-linux-gnu.2.28"
 
 CPU_TARGETS: tuple[Target, ...] = (

@@ -73,8 +73,8 @@ LLMC_EXPORT int64_t llmc_arena_bytes(int32_t max_tokens, int32_t max_rows, int32
 }
 
 // arena: llmc_arena_bytes, 64-byte aligned. kv: num_pages * llmc_page_bytes. Returns null and an errno on failure.
-LLMC_EXPORT void* llmc_create(const uint8_t* weights, uint8_t* kv, int64_t num_pages, uint8_t* arena, int32_t max_tokens,
-                              int32_t max_rows, int32_t threads, int32_t* error) {
+LLMC_EXPORT void* llmc_create(const uint8_t* weights, uint8_t* kv, int64_t num_pages, uint8_t* arena,
+                              int32_t max_tokens, int32_t max_rows, int32_t threads, int32_t* error) {
   int code = ENOMEM;
   Engine* e = (Engine*)malloc(sizeof(Engine));
   Pool* pool = e != nullptr ? pool_create(threads, &code) : nullptr;

@@ -122,9 +122,7 @@ class _Selector:
         name = self.mat(output)
         self.call(f"sample(par, b, {name}, {logits.width}, e.scratch)", "sample", [logits])
         for domain in ("tokens", "rows"):
-            lifetimes = [
-                Lifetime(b.name, b.size, b.first, b.last) for b in program.buffers if b.domain == domain
-            ]
+            lifetimes = [Lifetime(b.name, b.size, b.first, b.last) for b in program.buffers if b.domain == domain]
             offsets, peak = plan_offsets(lifetimes)
             program.offsets |= offsets
             program.peaks[domain] = peak
@@ -154,21 +152,18 @@ class _Selector:
 
     def slice(self, node: fx.Node) -> Value:
         x, dim, lo, hi = node.args
-        source = self.values[x]  # type: ignore[index]
-        inner = math.prod(source.shape[dim:])  # type: ignore[misc]
+        source = self.values[x]
+        inner = math.prod(source.shape[dim:])
         if dim != 1:
             raise UserError(f"a slice across heads at {self.path} is not contiguous; the CPU backend cannot use it")
-        shape = (hi - lo, *source.shape[1:])  # type: ignore[operator]
-        return Value(source.buffer, source.column + lo * inner, shape)  # type: ignore[operator]
+        shape = (hi - lo, *source.shape[1:])
+        return Value(source.buffer, source.column + lo * inner, shape)
 
     def vector(self, node: Any) -> str:
         if node is None:
             return "nullptr"
-        table = self.program.weights
-        if "constant" in node.meta:
-            entry = table.constant(node.meta["constant"])
-        else:
-            entry = table.vector(node.meta["weight"])
+        table, meta = self.program.weights, node.meta
+        entry = table.constant(meta["constant"]) if "constant" in meta else table.vector(meta["weight"])
         return f"floats(e, {entry.offset:#x})"
 
     def weight(self, entry: Entry) -> str:
@@ -189,40 +184,45 @@ class _Selector:
     def emit(self, node: fx.Node, text: str, partition: str, reads: list[Any], domain: str) -> None:
         """A call that makes the value of a node: `text` has {out} for it."""
         out = self.new(node, domain)
-        self.call(text.replace("{out}", out.buffer.name), partition, [self.values[r] for r in reads if r is not None])
+        self.call(
+            text.replace("{out}", out.buffer.name),
+            partition,
+            [self.values[r] for r in reads if r is not None],
+        )
         out.buffer.first = out.buffer.last = self.phase
 
     # ---- kernels
 
+    def rowwise(self, node: fx.Node, kernel: str, inputs: list[fx.Node], tail: str = "") -> None:
+        """A kernel that makes each row of its result from the same row of its inputs."""
+        domain = self.domain(inputs[0])
+        mats = ", ".join(self.mat(x) for x in inputs)
+        self.emit(node, f"{kernel}(par, {_rows(domain)}, {mats}{tail}, {{out}})", domain, inputs, domain)
+
     def embed(self, node: fx.Node) -> None:
         ids, w, scale, offset, format = node.args
-        ref = w.meta["weight"]  # type: ignore[union-attr]
-        entry = self.program.weights.matrix(ref, format, False)  # type: ignore[arg-type]
-        self.emit(
-            node,
-            f"embed<Fmt::{format}, {ref.shape[1]}>(par, T, b.{ids}, {offset}, {self.weight(entry)}, {_f(scale)}, {{out}})",
-            "tokens",
-            [],
-            "tokens",
-        )
+        ref = w.meta["weight"]
+        weight = self.weight(self.program.weights.matrix(ref, format, False))
+        kernel = f"embed<Fmt::{format}, {ref.shape[1]}>"
+        text = f"{kernel}(par, T, b.{ids}, {offset}, {weight}, {_f(scale)}, {{out}})"
+        self.emit(node, text, "tokens", [], "tokens")
 
     def linear(self, node: fx.Node) -> None:
         x, w, bias, residual, act, gated, format = node.args
-        ref, domain = w.meta["weight"], self.domain(x)  # type: ignore[union-attr, arg-type]
-        entry = self.program.weights.matrix(ref, format, gated)  # type: ignore[arg-type]
+        ref, domain = w.meta["weight"], self.domain(x)
+        weight = self.weight(self.program.weights.matrix(ref, format, gated))
         n, k = ref.shape[0] // (2 if gated else 1), ref.shape[1]
-        rows = _rows(domain)
-        operand, extra = self.mat(x), []
+        operand: str = self.mat(x)
+        reads: list[Value | Buffer] = [self.values[x]]
         if format in ("w8", "w4"):
-            buffer = self.quantize(x, k, domain)  # type: ignore[arg-type]
-            operand, extra = buffer.name, [buffer]
+            quantized = self.quantize(x, k, domain)
+            operand, reads = quantized.name, [quantized]
+        if residual is not None:
+            reads.append(self.values[residual])
         out = self.new(node, domain)
-        self.call(
-            f"linear<Fmt::{format}, {n}, {k}, Act::{act}, {str(gated).lower()}>"
-            f"(par, {rows}, {operand}, {self.weight(entry)}, {self.vector(bias)}, {self.mat(residual)}, {out.buffer.name})",
-            "columns",
-            [*(self.values[v] for v in (x, residual) if v is not None and not (v is x and extra)), *extra],  # type: ignore[index, list-item]
-        )
+        kernel = f"linear<Fmt::{format}, {n}, {k}, Act::{act}, {str(gated).lower()}>"
+        operands = f"{operand}, {weight}, {self.vector(bias)}, {self.mat(residual)}, {out.buffer.name}"
+        self.call(f"{kernel}(par, {_rows(domain)}, {operands})", "columns", reads)
         out.buffer.first = out.buffer.last = self.phase
 
     def quantize(self, x: fx.Node, k: int, domain: str) -> Buffer:
@@ -239,41 +239,21 @@ class _Selector:
 
     def norm(self, node: fx.Node) -> None:
         x, *vectors, eps = node.args
-        shape = self.values[x].shape  # type: ignore[index]
-        domain = self.domain(x)  # type: ignore[arg-type]
-        weights = "".join(f"{self.vector(v)}, " for v in vectors)
-        heads = math.prod(shape[:-1])
-        name = _NAMES[node.target]
-        self.emit(
-            node,
-            f"{name}<{heads}, {shape[-1]}>(par, {_rows(domain)}, {self.mat(x)}, {weights}{_f(eps)}, {{out}})",
-            domain,
-            [x],
-            domain,
-        )
+        shape = self.values[x].shape
+        weights = "".join(f", {self.vector(v)}" for v in vectors)
+        kernel = f"{_NAMES[node.target]}<{math.prod(shape[:-1])}, {shape[-1]}>"
+        self.rowwise(node, kernel, [x], f"{weights}, {_f(eps)}")
 
     def rope_table(self, node: fx.Node) -> None:
         _, inv_freq, scale = node.args
-        rot = node.meta["shape"][1]
-        self.emit(
-            node,
-            f"rope_table<{rot}>(par, T, b.positions, {self.vector(inv_freq)}, {_f(scale)}, {{out}})",
-            "tokens",
-            [],
-            "tokens",
-        )
+        kernel = f"rope_table<{node.meta['shape'][1]}>"
+        text = f"{kernel}(par, T, b.positions, {self.vector(inv_freq)}, {_f(scale)}, {{out}})"
+        self.emit(node, text, "tokens", [], "tokens")
 
     def rope(self, node: fx.Node) -> None:
         x, table = node.args
-        heads, dim = self.values[x].shape  # type: ignore[index]
-        rot = self.values[table].width  # type: ignore[index]
-        self.emit(
-            node,
-            f"rope<{heads}, {dim}, {rot}>(par, T, {self.mat(x)}, {self.mat(table)}, {{out}})",
-            "tokens",
-            [x, table],
-            "tokens",
-        )
+        heads, dim = self.values[x].shape
+        self.rowwise(node, f"rope<{heads}, {dim}, {self.values[table].width}>", [x, table])
 
     def attention(self, node: fx.Node) -> None:
         q, k, v, _, _, sinks, scale, window, softcap, _ = node.args
@@ -281,72 +261,32 @@ class _Selector:
         base = f"e.kv + {sum(s.page_bytes for s in self.program.kv_slots):#x} * e.num_pages"
         self.program.kv_slots.append(slot)
         shape = f"{slot.heads}, {slot.head_dim}, Kv::{slot.dtype}"
-        reads = [self.values[k], self.values[v]]  # type: ignore[index]
-        self.call(f"kv_write<{shape}>(par, b, {self.mat(k)}, {self.mat(v)}, {base})", "tokens", reads)  # type: ignore[arg-type]
-        heads = self.values[q].shape[0]  # type: ignore[index]
+        write = f"kv_write<{shape}>(par, b, {self.mat(k)}, {self.mat(v)}, {base})"
+        self.call(write, "tokens", [self.values[k], self.values[v]])
         params = f"AttentionParams{{{_f(scale)}, {window}, {_f(softcap)}, {self.vector(sinks)}}}"
-        self.emit(
-            node,
-            f"attention<{heads}, {shape}>(par, b, {self.mat(q)}, {base}, {params}, {{out}})",
-            "attention",
-            [q],
-            "tokens",
-        )
+        kernel = f"attention<{self.values[q].shape[0]}, {shape}>"
+        self.emit(node, f"{kernel}(par, b, {self.mat(q)}, {base}, {params}, {{out}})", "attention", [q], "tokens")
 
     def act(self, node: fx.Node) -> None:
         x, kind = node.args
-        domain = self.domain(x)  # type: ignore[arg-type]
-        width = self.values[x].width  # type: ignore[index]
-        self.emit(
-            node,
-            f"act<Act::{kind}, {width}>(par, {_rows(domain)}, {self.mat(x)}, {{out}})",
-            domain,
-            [x],
-            domain,
-        )
+        self.rowwise(node, f"act<Act::{kind}, {self.values[x].width}>", [x])
 
     def gated_act(self, node: fx.Node) -> None:
         gate, up, kind = node.args
-        domain = self.domain(gate)  # type: ignore[arg-type]
-        width = self.values[gate].width  # type: ignore[index]
-        self.emit(
-            node,
-            f"gated_act<Act::{kind}, {width}>(par, {_rows(domain)}, {self.mat(gate)}, {self.mat(up)}, {{out}})",
-            domain,
-            [gate, up],
-            domain,
-        )
+        self.rowwise(node, f"gated_act<Act::{kind}, {self.values[gate].width}>", [gate, up])
 
     def binary(self, node: fx.Node) -> None:
         a, b = node.args
-        domain = self.domain(a)  # type: ignore[arg-type]
-        width = self.values[a].width  # type: ignore[index]
-        self.emit(
-            node,
-            f"{_NAMES[node.target]}<{width}>(par, {_rows(domain)}, {self.mat(a)}, {self.mat(b)}, {{out}})",
-            domain,
-            [a, b],
-            domain,
-        )
+        self.rowwise(node, f"{_NAMES[node.target]}<{self.values[a].width}>", [a, b])
 
     def unary(self, node: fx.Node) -> None:
         x, value = node.args
-        domain = self.domain(x)  # type: ignore[arg-type]
-        width = self.values[x].width  # type: ignore[index]
-        self.emit(
-            node,
-            f"{_NAMES[node.target]}<{width}>(par, {_rows(domain)}, {self.mat(x)}, {_f(value)}, {{out}})",
-            domain,
-            [x],
-            domain,
-        )
+        self.rowwise(node, f"{_NAMES[node.target]}<{self.values[x].width}>", [x], f", {_f(value)}")
 
     def select_rows(self, node: fx.Node) -> None:
         x, _ = node.args
-        width = self.values[x].width  # type: ignore[index]
-        self.emit(
-            node, f"select_rows<{width}>(par, R, b.rows, {self.mat(x)}, {{out}})", "rows", [x], "rows"
-        )
+        text = f"select_rows<{self.values[x].width}>(par, R, b.rows, {self.mat(x)}, {{out}})"
+        self.emit(node, text, "rows", [x], "rows")
 
 
 def _rows(domain: str) -> str:

@@ -28,7 +28,8 @@ LLMC_INLINE void map_row(const float* x, float* out, F f) {
   }
 }
 
-// out = x / sqrt(mean(x^2) + eps) * w, over each of H segments of C elements; w [C] may be null. out may be x. By token.
+// out = x / sqrt(mean(x^2) + eps) * w, over each of H segments of C elements; w [C] may be null. out may be x.
+// By token.
 template <int H, int C>
 inline void rms_norm(Par par, int num_tokens, Mat x, const float* w, float eps, Mat out) {
   Range r = tokens_of(par, num_tokens);

@@ -8,7 +8,8 @@ namespace llmc {
 // out[t] = scale * [cos(a_0) … cos(a_{ROT/2-1}), sin(a_0) …] with a_i = positions[t] * inv_freq[i] in float32, as the
 // models were trained; sine and cosine of that are right to float rounding for positions up to 1e6. By token.
 template <int ROT>
-inline void rope_table(Par par, int num_tokens, const int32_t* positions, const float* inv_freq, float scale, Mat out) {
+inline void rope_table(Par par, int num_tokens, const int32_t* positions, const float* inv_freq, float scale,
+                       Mat out) {
   constexpr int kHalf = ROT / 2;
   Range r = tokens_of(par, num_tokens);
   for (int t = r.begin; t < r.end; ++t) {

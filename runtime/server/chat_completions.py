@@ -60,9 +60,7 @@ async def _prompt(service: Service, body: ChatBody) -> tuple[int, ...]:
     messages = [_template_message(m, i, template.knows_developer) for i, m in enumerate(body.messages)]
 
     def encode() -> tuple[int, ...]:
-        text = template.render(
-            messages, body.add_generation_prompt is not False, None, body.chat_template_kwargs
-        )
+        text = template.render(messages, body.add_generation_prompt is not False, None, body.chat_template_kwargs)
         # The template has written the special tokens already.
         return tuple(service.model.codec.encode(text, add_special_tokens=False))
 

@@ -79,9 +79,7 @@ def _request(service: Service, body: CompletionBody, prompt: tuple[int, ...]) ->
 class _Answer:
     """One response under way: choice i*n + j is sequence j of prompt i."""
 
-    def __init__(
-        self, service: Service, requests: list[Request], echo: list[str] | None, logprobs: int | None
-    ) -> None:
+    def __init__(self, service: Service, requests: list[Request], echo: list[str] | None, logprobs: int | None) -> None:
         self._codec = service.model.codec
         self._envelope = Envelope(new_id("cmpl"), "text_completion", service.model.name)
         self._n = requests[0].params.n
@@ -150,8 +148,7 @@ class _Answer:
         if self._logprobs:
             # The sampled token is listed even when it is not among the likeliest.
             top = [
-                {self._token(i): logprob(p) for i, p in (*entry.top, (entry.token, entry.logprob))}
-                for entry in entries
+                {self._token(i): logprob(p) for i, p in (*entry.top, (entry.token, entry.logprob))} for entry in entries
             ]
         return {
             "tokens": tokens,

@@ -62,9 +62,7 @@ def listen(host: str, port: int) -> socket.socket:
         sock.listen(1024)
     except OSError as error:
         sock.close()
-        raise UserError(
-            f"cannot listen on {where}: {error.strerror}; give another --port or --host"
-        ) from error
+        raise UserError(f"cannot listen on {where}: {error.strerror}; give another --port or --host") from error
     return sock
 
 
@@ -82,9 +80,7 @@ def make_server(app: FastAPI, drain_timeout: float = 30.0, on_ready: OnReady | N
     return Server(config, app.state.engine, on_ready)
 
 
-def serve(
-    app: FastAPI, host: str, port: int, *, drain_timeout: float = 30.0, on_ready: OnReady | None = None
-) -> None:
+def serve(app: FastAPI, host: str, port: int, *, drain_timeout: float = 30.0, on_ready: OnReady | None = None) -> None:
     """Serves until SIGTERM or SIGINT, then drains: new requests get 503, running ones have `drain_timeout`
     seconds.
 

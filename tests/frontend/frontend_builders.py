@@ -48,9 +48,7 @@ def tiny_llama(path: Path, **changes: Any) -> Any:
     return model
 
 
-def write_safetensors(
-    path: Path, header: dict[str, Any] | bytes, data: bytes = b"", length: int | None = None
-) -> None:
+def write_safetensors(path: Path, header: dict[str, Any] | bytes, data: bytes = b"", length: int | None = None) -> None:
     """A safetensors file with any header, however wrong."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)

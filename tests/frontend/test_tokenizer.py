@@ -67,9 +67,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def bos_first(tokenizer: Tokenizer) -> Tokenizer:
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=["<s>", "$A"], special_tokens=[("<s>", 0)]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", 0)])
     return tokenizer
 
 
@@ -126,9 +124,7 @@ def test_normalizer_and_splits_of_tokenizer_json_survive(tmp_path: Path) -> None
     tokenizer = byte_level_tokenizer()
     tokenizer.normalizer = normalizers.NFC()
     digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=6)
     loaded = Tokenizer.from_str(load_dir(directory(tmp_path, tokenizer)).tokenizer_json.decode())
@@ -208,9 +204,7 @@ def test_digits_alone_in_smollm_and_together_in_gpt2(tmp_path: Path) -> None:
     smollm = load_gguf(tmp_path, vocabulary("smollm"))
     assert tokens_of(smollm, "a  2024")[-4:] == ["2", "0", "2", "4"]
     assert "2024" in "".join(tokens_of(load_gguf(tmp_path, vocabulary("gpt-2")), "at 2024"))
-    assert any(
-        len(token.strip("Ġ")) > 1 for token in tokens_of(load_gguf(tmp_path, vocabulary("gpt-2")), "2024")
-    )
+    assert any(len(token.strip("Ġ")) > 1 for token in tokens_of(load_gguf(tmp_path, vocabulary("gpt-2")), "2024"))
 
 
 def test_qwen2_puts_text_into_nfc(tmp_path: Path) -> None:
@@ -267,9 +261,7 @@ def test_gguf_template_and_stop_ids(tmp_path: Path) -> None:
     ],
 )
 def test_unusable_gguf_tokenizers(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    metadata = {
-        key: value for key, value in vocabulary(**{"pre": "smollm"} | changes).items() if value is not None
-    }
+    metadata = {key: value for key, value in vocabulary(**{"pre": "smollm"} | changes).items() if value is not None}
     with pytest.raises(UserError, match=message):
         gguf_tokenizer(metadata, tmp_path / "m.gguf")
 
@@ -325,9 +317,7 @@ def test_smollm2_splits_digits_as_it_was_trained() -> None:
     published = Tokenizer.from_str(assets.tokenizer_json.decode())
     # What the model's own tokenizer.json says.
     digits = pre_tokenizers.Digits(individual_digits=True)
-    published.pre_tokenizer = pre_tokenizers.Sequence(
-        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    published.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     for text in [*TEXTS, *CORPUS]:
         assert tokens_of(assets, text) == published.encode(text).tokens
     assert not assets.add_bos
@@ -374,8 +364,6 @@ def test_golden_vectors(name: str, golden_vocabularies: Path) -> None:
     lines = Path(f"{path}.out").read_text().split("\n")
     checked = 0
     for text, line in zip(texts, lines, strict=False):
-        assert built[0].encode(text, add_special_tokens=False).ids == [int(part) for part in line.split()], (
-            text
-        )
+        assert built[0].encode(text, add_special_tokens=False).ids == [int(part) for part in line.split()], text
         checked += 1
     assert checked > 40

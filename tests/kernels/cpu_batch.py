@@ -8,25 +8,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_POINTERS = (
-    "tokens positions query_start block_tables rows sampling penalty_tokens penalty_counts bias_tokens"
-)
+_POINTERS = "tokens positions query_start block_tables rows sampling penalty_tokens penalty_counts bias_tokens"
 _POINTERS += " bias_values out_tokens out_logprobs logits"
 _COUNTS = "num_tokens num_seqs num_rows block_table_stride"
 
 
 class CBatch(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_int32) for n in _COUNTS.split()] + [
-        (n, ctypes.c_void_p) for n in _POINTERS.split()
-    ]
+    _fields_ = [(n, ctypes.c_int32) for n in _COUNTS.split()] + [(n, ctypes.c_void_p) for n in _POINTERS.split()]
 
 
 ROW_SAMPLING = np.dtype(
     [(n, np.float32) for n in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")]
-    + [
-        (n, np.int32)
-        for n in ("top_k", "num_penalty", "num_bias", "penalty_offset", "bias_offset", "reserved")
-    ]
+    + [(n, np.int32) for n in ("top_k", "num_penalty", "num_bias", "penalty_offset", "bias_offset", "reserved")]
     + [("seed", np.uint64), ("reserved2", np.uint64)]
 )
 

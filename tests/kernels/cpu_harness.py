@@ -107,9 +107,7 @@ def compile_unit(wrappers: str, mcpu: str, target: str = "x86_64-linux-gnu.2.28"
         unit.write_text(source)
         zig_cache = {"ZIG_GLOBAL_CACHE_DIR": str(root / "zig"), "ZIG_LOCAL_CACHE_DIR": str(root / "zig")}
         command = [sys.executable, "-m", "ziglang", "c++", *flags, str(unit), "-o", str(made)]
-        done = subprocess.run(
-            command, env=os.environ | zig_cache, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, env=os.environ | zig_cache, capture_output=True, text=True, check=False)
         unit.unlink()
         if done.returncode != 0:
             raise RuntimeError(done.stderr[-4000:])

@@ -39,9 +39,7 @@ class Sequences:
 
         def random(heads):
             shapes = [(n, heads * self.d) for n in lengths]
-            return [
-                r.standard_normal(shape).astype(np.float32) for r, shape in zip(rngs, shapes, strict=True)
-            ]
+            return [r.standard_normal(shape).astype(np.float32) for r, shape in zip(rngs, shapes, strict=True)]
 
         self.q, self.k, self.v = random(self.hq), random(self.hkv), random(self.hkv)
         need = [-(-n // 16) for n in lengths]
@@ -109,9 +107,7 @@ def test_ragged_prefill(unit, name, kv):
         assert np.abs(case.out[s] - reference(case, s)).max() <= 3e-6
 
 
-@pytest.mark.parametrize(
-    "options", [{"window": 7}, {"window": 16}, {"window": 100}, {"cap": 1.5}, {"sinks": True}]
-)
+@pytest.mark.parametrize("options", [{"window": 7}, {"window": 16}, {"window": 100}, {"cap": 1.5}, {"sinks": True}])
 def test_options(unit, options):
     if "sinks" in options:
         options = {"sinks": np.linspace(-2, 4, 6).astype(np.float32)}

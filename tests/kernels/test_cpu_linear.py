@@ -276,6 +276,4 @@ def test_embed_reads_the_packed_matrix(unit, fmt):
 def test_packer_and_kernels_agree_on_sizes(unit):
     for i, fmt in enumerate(FORMATS):
         for k in (1, 31, 32, 100, 4096):
-            assert (
-                unit.library.packed_tile_bytes(i, k) == pack.packed_layout(fmt, 16, k).regions[0].tile_bytes
-            )
+            assert unit.library.packed_tile_bytes(i, k) == pack.packed_layout(fmt, 16, k).regions[0].tile_bytes

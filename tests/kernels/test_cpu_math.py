@@ -86,9 +86,7 @@ def test_within_three_ulps(unit, name, reference, low, high):
 
 def test_edges(unit):
     x = np.array([-np.inf, np.inf, np.nan, -104.1, -1e30, 89.5, 1e30, 0.0], np.float32)
-    assert np.array_equal(
-        apply(unit, "v_exp", x)[1][:8], [0, np.inf, np.nan, 0, 0, np.inf, np.inf, 1], equal_nan=True
-    )
+    assert np.array_equal(apply(unit, "v_exp", x)[1][:8], [0, np.inf, np.nan, 0, 0, np.inf, np.inf, 1], equal_nan=True)
     for name in ("v_tanh", "v_erf"):
         got = apply(unit, name, x)[1][:8]
         assert np.array_equal(got, [-1, 1, np.nan, -1, -1, 1, 1, 0], equal_nan=True), name
@@ -141,9 +139,7 @@ def test_half_conversions(unit):
     unit.run("v_bf16", x.size, x, got)
     want = torch.from_numpy(x).to(torch.bfloat16)
     back = torch.from_numpy(got.view(np.int16)).view(torch.bfloat16)
-    same = (got == want.view(torch.int16).numpy().view(np.uint16)) | (
-        torch.isnan(want) & torch.isnan(back)
-    ).numpy()
+    same = (got == want.view(torch.int16).numpy().view(np.uint16)) | (torch.isnan(want) & torch.isnan(back)).numpy()
     assert same.all()
 
 

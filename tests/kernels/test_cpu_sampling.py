@@ -96,9 +96,7 @@ def reference(unit, logits, row, position):
         penalty = np.float32(row.get("repetition", 1))
         x[i] = x[i] / penalty if x[i] > 0 else x[i] * penalty
         if count:
-            x[i] -= np.float32(row.get("presence", 0)) + np.float32(row.get("frequency", 0)) * np.float32(
-                count
-            )
+            x[i] -= np.float32(row.get("presence", 0)) + np.float32(row.get("frequency", 0)) * np.float32(count)
     temperature = row.get("temperature", 1)
     if temperature == 0:
         return int(np.argmax(x))
@@ -203,9 +201,7 @@ def test_frequencies_follow_the_softmax(unit, row):
     counts = np.bincount(got, minlength=vocab)
     used = np.arange(vocab) != 7
     assert counts[7] == 0
-    assert (
-        (counts[used] - n * p[used]) ** 2 / (n * p[used])
-    ).sum() < 26.1  # chi-square, 8 degrees, p = 0.001
+    assert ((counts[used] - n * p[used]) ** 2 / (n * p[used])).sum() < 26.1  # chi-square, 8 degrees, p = 0.001
 
 
 def test_position_and_seed_alone_choose(unit):

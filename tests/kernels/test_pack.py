@@ -44,9 +44,7 @@ def test_blocks_of_rows_concatenate(fmt, monkeypatch):
     w = matrix(100, 70)
     whole = pack.pack_rows(fmt, w)
     blocks = [pack.pack_rows(fmt, w[i : i + 32]) for i in range(0, 100, 32)]
-    assert all(
-        np.array_equal(np.concatenate(b), a) for a, b in zip(whole, zip(*blocks, strict=True), strict=True)
-    )
+    assert all(np.array_equal(np.concatenate(b), a) for a, b in zip(whole, zip(*blocks, strict=True), strict=True))
     monkeypatch.setattr(pack, "_ROWS_AT_ONCE", 16 * 70)
     assert all(np.array_equal(a, b) for a, b in zip(whole, pack.pack_rows(fmt, w), strict=True))
 

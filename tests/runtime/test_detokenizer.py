@@ -160,8 +160,6 @@ def test_not_armed_lets_everything_out() -> None:
     st.text("ab", min_size=1, max_size=4),
     st.lists(st.integers(0, 30), max_size=10),
 )
-def test_one_stop_string_cuts_the_same_however_the_text_is_split(
-    text: str, stop: str, cuts: list[int]
-) -> None:
+def test_one_stop_string_cuts_the_same_however_the_text_is_split(text: str, stop: str, cuts: list[int]) -> None:
     before, found, _ = text.partition(stop)
     assert run_stop(text, [stop], [min(c, len(text)) for c in cuts]) == (before, bool(found))

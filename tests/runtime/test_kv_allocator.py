@@ -81,6 +81,4 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True
-)
+TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)

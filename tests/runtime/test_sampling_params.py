@@ -39,9 +39,7 @@ def test_out_of_range(values: dict[str, Any]) -> None:
 
 
 def test_edges_are_accepted() -> None:
-    SamplingParams(
-        temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, seed=-(2**63), n=16, max_tokens=1, logprobs=0
-    )
+    SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, seed=-(2**63), n=16, max_tokens=1, logprobs=0)
     SamplingParams(temperature=2.0, top_p=1e-9, top_k=1, min_p=0.99, seed=2**64 - 1, logprobs=20)
 
 
@@ -71,9 +69,7 @@ def test_penalties_count_output_and_list_the_prompt_for_repetition_only() -> Non
 
 def test_stop_tokens_are_suppressed_until_min_tokens() -> None:
     def bias(output: list[int], **more: Any) -> dict[int, float]:
-        row = sampling_of(
-            (1,), output, min_tokens=2, max_tokens=5, stop_token_ids=(5,), logit_bias={99: 3.0}, **more
-        )
+        row = sampling_of((1,), output, min_tokens=2, max_tokens=5, stop_token_ids=(5,), logit_bias={99: 3.0}, **more)
         return dict(zip(row.bias_tokens.tolist(), row.bias_values.tolist(), strict=True))
 
     assert bias([1]) == {99: SUPPRESSED, 5: SUPPRESSED}
@@ -100,9 +96,7 @@ def test_top_logprobs_are_sorted_and_ties_go_to_the_lowest_id() -> None:
 
 def test_output_limit() -> None:
     def limit(length: int, **values: Any) -> int:
-        return output_limit(
-            Request("r", (1,) * length, SamplingParams(**values)), max_model_len=10, vocab_size=50
-        )
+        return output_limit(Request("r", (1,) * length, SamplingParams(**values)), max_model_len=10, vocab_size=50)
 
     assert limit(4) == 6
     assert limit(4, max_tokens=6) == 6
@@ -131,7 +125,4 @@ def test_defaults_from_a_generation_config() -> None:
         "eos_token_id": 2,
     }
     assert SamplingDefaults.from_generation_config(config) == SamplingDefaults(temperature=0.6, top_k=20)
-    assert (
-        SamplingDefaults.from_generation_config({"temperature": math.nan, "top_k": math.inf})
-        == SamplingDefaults()
-    )
+    assert SamplingDefaults.from_generation_config({"temperature": math.nan, "top_k": math.inf}) == SamplingDefaults()

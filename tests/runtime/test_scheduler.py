@@ -18,9 +18,7 @@ class Harness:
     """A scheduler, a fake executor and the loop between them."""
 
     def __init__(self, num_pages: int = 8, max_num_seqs: int = 4, max_num_batched_tokens: int = 7) -> None:
-        self.executor = FakeExecutor(
-            num_pages, max_num_tokens=max_num_batched_tokens, max_num_rows=max_num_seqs
-        )
+        self.executor = FakeExecutor(num_pages, max_num_tokens=max_num_batched_tokens, max_num_rows=max_num_seqs)
         self.scheduler = Scheduler(
             BlockAllocator(num_pages, 16),
             max_num_seqs=max_num_seqs,
@@ -57,9 +55,7 @@ class Harness:
 
     def check_tokens(self) -> None:
         for s in self.finished:
-            assert s.tokens[s.num_prompt :].tolist() == solo_tokens(
-                list(s.request.prompt), s.num_output, s.seed
-            )
+            assert s.tokens[s.num_prompt :].tolist() == solo_tokens(list(s.request.prompt), s.num_output, s.seed)
 
 
 def prompt(length: int, salt: int) -> list[int]:
@@ -156,6 +152,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=100, stateful_step_count=25, deadline=None, derandomize=True
-)
+TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=25, deadline=None, derandomize=True)

@@ -104,15 +104,11 @@ def test_completion_stream(server: Running) -> None:
         "model": MODEL, "prompt": "abc", "max_tokens": 12, "seed": 5, "extra_body": {"ignore_eos": True},
     }  # fmt: skip
     whole = server.client.completions.create(**arguments).choices[0].text
-    chunks = list(
-        server.client.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
-    )
+    chunks = list(server.client.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
     assert "".join(c.choices[0].text for c in chunks[:-1]) == whole
     assert [c.choices[0].finish_reason for c in chunks[:-1]][-1] == "length"
     assert {c.choices[0].finish_reason for c in chunks[:-2]} <= {None}
-    assert (
-        chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 12
-    )
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 12
     assert len({c.id for c in chunks}) == 1
 
 
@@ -123,9 +119,7 @@ def test_completion_logprobs(server: Running) -> None:
     assert logprobs is not None and logprobs.tokens is not None and logprobs.text_offset == [0, 1, 2, 3]
     assert "".join(logprobs.tokens) == answer.choices[0].text
     assert logprobs.top_logprobs is not None and logprobs.token_logprobs is not None
-    for token, value, top in zip(
-        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
-    ):
+    for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert 2 <= len(top) <= 3 and top[token] == pytest.approx(value, abs=1e-5)
     answer = server.client.completions.create(**arguments, logprobs=0)
     assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.top_logprobs is None
@@ -149,9 +143,7 @@ def test_chat_stream(server: Running) -> None:
     }  # fmt: skip
     whole = [c.message.content for c in server.client.chat.completions.create(**arguments).choices]
     chunks = list(
-        server.client.chat.completions.create(
-            **arguments, stream=True, stream_options={"include_usage": True}
-        )
+        server.client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
     )
     texts = ["", ""]
     assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", "assistant"]
@@ -184,9 +176,7 @@ def test_chat_logprobs(server: Running) -> None:
         tokens = solo_tokens(HELLO_TOKENS, 5, temperature=0)
         assert [bytes(e.bytes or []) for e in entries] == [CODEC.token_bytes(token) for token in tokens]
         assert [e.token for e in entries] == [CODEC.token_text(token) for token in tokens]
-        assert all(
-            len(e.top_logprobs) == 2 and abs(e.top_logprobs[0].logprob - e.logprob) < 1e-5 for e in entries
-        )
+        assert all(len(e.top_logprobs) == 2 and abs(e.top_logprobs[0].logprob - e.logprob) < 1e-5 for e in entries)
 
 
 def test_content_parts_and_roles(server: Running) -> None:
@@ -236,9 +226,7 @@ def test_32_requests_of_mixed_lengths_share_batches() -> None:
         }  # fmt: skip
         if i % 2:
             return str((await client.completions.create(**arguments)).choices[0].text)
-        return "".join(
-            [c.choices[0].text async for c in await client.completions.create(**arguments, stream=True)]
-        )
+        return "".join([c.choices[0].text async for c in await client.completions.create(**arguments, stream=True)])
 
     async def together(url: str) -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:

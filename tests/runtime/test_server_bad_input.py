@@ -165,9 +165,7 @@ def test_body_over_the_limit(server: Running) -> None:
     check(server.http.post("/v1/completions", content=chunks()), 413)
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as sock:
-        sock.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 4611686018427387904\r\n\r\n{"
-        )
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 4611686018427387904\r\n\r\n{")
         assert sock.recv(100).startswith(b"HTTP/1.1 413 ")
 
 

@@ -100,9 +100,7 @@ def test_a_client_that_reads_nothing_is_cut_off(slow: Running, monkeypatch: pyte
     host, port = slow.url.removeprefix("http://").split(":")
     body = b'{"model":"org/toy","prompt":[1],"max_tokens":300,"ignore_eos":true,"stream":true}'
     with socket.create_connection((host, int(port))) as sock:
-        sock.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-        )
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
         deadline = time.monotonic() + 10
         while sum(slow.engine.stats().finished.values()) == 0:
             assert time.monotonic() < deadline
@@ -149,9 +147,7 @@ def test_sigterm_drains_and_exits_with_0(delay: float, timeout: float, finishes:
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
-        with httpx.stream(
-            "POST", f"{url}/v1/completions", json=LONG | {"stream": True, "max_tokens": 200}
-        ) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True, "max_tokens": 200}) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)

@@ -54,9 +54,7 @@ async def collect(engine: Engine, request: Request) -> list[RequestOutput]:
 
 def test_tokens_are_those_of_the_solo_run_in_company_chunks_and_preemption() -> None:
     requests = [
-        Request(
-            f"r{i}", prompt(5 + 11 * i, i), SamplingParams(seed=i, max_tokens=10 + 3 * i, ignore_eos=True)
-        )
+        Request(f"r{i}", prompt(5 + 11 * i, i), SamplingParams(seed=i, max_tokens=10 + 3 * i, ignore_eos=True))
         for i in range(12)
     ]
 
@@ -69,9 +67,7 @@ def test_tokens_are_those_of_the_solo_run_in_company_chunks_and_preemption() -> 
         stats = engine.stats()
     for request, outputs in zip(requests, results, strict=True):
         assert request.params.max_tokens is not None and request.params.seed is not None
-        assert tokens_of(outputs) == solo_tokens(
-            list(request.prompt), request.params.max_tokens, request.params.seed
-        )
+        assert tokens_of(outputs) == solo_tokens(list(request.prompt), request.params.max_tokens, request.params.seed)
         assert outputs[-1].finish_reason == "length"
     assert stats.num_preemptions > 0
     assert stats.kv_cache_usage == 0.0 and stats.num_running == stats.num_waiting == 0
@@ -198,9 +194,7 @@ def test_a_token_outside_the_vocabulary_fails_one_request() -> None:
 def test_abort_frees_pages_within_a_step() -> None:
     gate = threading.Semaphore(3)
     with running(FakeExecutor(gate=gate)) as engine:
-        outputs = engine.generate_blocking(
-            Request("r", prompt(40), SamplingParams(max_tokens=300, ignore_eos=True))
-        )
+        outputs = engine.generate_blocking(Request("r", prompt(40), SamplingParams(max_tokens=300, ignore_eos=True)))
         next(outputs)
         engine.abort("r", "no such request")
         gate.release(1)  # the step that may be running
@@ -226,9 +220,7 @@ def test_leaving_the_iteration_aborts() -> None:
 
 def test_a_slow_consumer_gets_everything_merged_and_does_not_stall_others() -> None:
     async def main(engine: Engine) -> list[RequestOutput]:
-        slow = engine.open_stream(
-            [Request("slow", prompt(9), SamplingParams(seed=1, max_tokens=50, ignore_eos=True))]
-        )
+        slow = engine.open_stream([Request("slow", prompt(9), SamplingParams(seed=1, max_tokens=50, ignore_eos=True))])
         await collect(engine, Request("fast", prompt(9), SamplingParams(max_tokens=80, ignore_eos=True)))
         return [output async for output in slow]
 
@@ -263,9 +255,7 @@ def test_queue_bound_and_all_or_nothing() -> None:
 
 def test_drain_lets_requests_finish_and_refuses_new_ones() -> None:
     with running(FakeExecutor(delay=0.002)) as engine:
-        outputs = engine.generate_blocking(
-            Request("r", prompt(9), SamplingParams(max_tokens=20, ignore_eos=True))
-        )
+        outputs = engine.generate_blocking(Request("r", prompt(9), SamplingParams(max_tokens=20, ignore_eos=True)))
         next(outputs)
         assert engine.drain(10)
         assert list(outputs)[-1].finish_reason == "length"
@@ -275,9 +265,7 @@ def test_drain_lets_requests_finish_and_refuses_new_ones() -> None:
 
 def test_drain_aborts_what_does_not_finish_in_time() -> None:
     with running(FakeExecutor(delay=0.02)) as engine:
-        outputs = engine.generate_blocking(
-            Request("r", prompt(9), SamplingParams(max_tokens=300, ignore_eos=True))
-        )
+        outputs = engine.generate_blocking(Request("r", prompt(9), SamplingParams(max_tokens=300, ignore_eos=True)))
         next(outputs)
         assert not engine.drain(0.05)
         assert list(outputs)[-1].finish_reason == "abort"
@@ -287,9 +275,7 @@ def test_close_ends_everyones_stream() -> None:
     executor = FakeExecutor(delay=0.01)
     engine = Engine(executor, CONFIG, CODEC)
     engine.start()
-    outputs = engine.generate_blocking(
-        Request("r", prompt(9), SamplingParams(max_tokens=300, ignore_eos=True))
-    )
+    outputs = engine.generate_blocking(Request("r", prompt(9), SamplingParams(max_tokens=300, ignore_eos=True)))
     next(outputs)
     engine.close()
     engine.close()
@@ -300,9 +286,7 @@ def test_close_ends_everyones_stream() -> None:
 def test_limits_are_lowered_to_what_the_executor_has() -> None:
     with running(FakeExecutor(num_pages=2, max_num_tokens=8, max_num_rows=4)) as engine:
         assert engine.max_model_len == 32
-        outputs = list(
-            engine.generate_blocking(Request("r", prompt(20), SamplingParams(seed=1, ignore_eos=True)))
-        )
+        outputs = list(engine.generate_blocking(Request("r", prompt(20), SamplingParams(seed=1, ignore_eos=True))))
         assert tokens_of(outputs) == solo_tokens(list(prompt(20)), 12, 1)
     with pytest.raises(UserError, match="max_num_seqs"):
         EngineConfig(max_model_len=5, max_num_seqs=0)
@@ -310,9 +294,7 @@ def test_limits_are_lowered_to_what_the_executor_has() -> None:
 
 def test_without_a_codec_there_are_tokens_but_no_text() -> None:
     with running(FakeExecutor(), codec=None) as engine:
-        outputs = list(
-            engine.generate_blocking(Request("r", prompt(5), SamplingParams(max_tokens=3, seed=1)))
-        )
+        outputs = list(engine.generate_blocking(Request("r", prompt(5), SamplingParams(max_tokens=3, seed=1))))
         assert tokens_of(outputs) == solo_tokens(list(prompt(5)), 3, 1) and not any(o.text for o in outputs)
         with pytest.raises(RequestError, match="need a tokenizer"):
             next(engine.generate_blocking(Request("s", prompt(5), SamplingParams(stop=("a",)))))
