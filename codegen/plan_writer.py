@@ -41,9 +41,13 @@ class PlanWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        if os.path.exists(self._temporary):
-            os.unlink(self._temporary)
+        try:
+            self._file.close()
+        except OSError as full:  # what is still buffered does not fit either
+            error = error or full
+        finally:
+            if os.path.exists(self._temporary):
+                os.unlink(self._temporary)
         if isinstance(error, OSError):
             raise UserError(f"{self.path}: cannot be written: {error.strerror or error}") from error
 

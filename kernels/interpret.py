@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from llmc.kernels.quant import to_float32
 from llmc.kernels.weights import Reader
 
 
@@ -19,7 +20,7 @@ def load(node: fx.Node, reader: Reader) -> Tensor:
     if "constant" in node.meta:
         value: Tensor = node.meta["constant"]
         return value
-    return torch.from_numpy(node.meta["weight"].read(reader).copy())
+    return to_float32(node.meta["weight"].read(reader))
 
 
 def is_weight(node: fx.Node) -> bool:

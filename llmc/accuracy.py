@@ -6,6 +6,7 @@ with the checkpoint's weights loaded one at a time; the engine side runs the mac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,8 +14,10 @@ import numpy as np
 import torch
 from torch import fx
 
+from llmc.kernels.dialect import OPS
 from llmc.kernels.interpret import iter_logits
 from llmc.kernels.weights import Reader
+from llmc.passes.shapes import PROBE_T
 from llmc.runtime.batch import Batch, Executor, Float32, RowSampling
 
 ROWS = 128
@@ -74,6 +77,17 @@ def measure(
         progress(done)
     ppl = np.exp(nll / (n - 1))
     return Accuracy(n, float(ppl[0]), float(ppl[1]), kl / n, agree / n)
+
+
+def memory_needed(graph: fx.Graph, tokens: int) -> int:
+    """Bytes that `measure` takes at its peak, from the graph's shapes: the largest float32 weight, the attention scores
+    of one layer, a layer's widest activations, and the logits of both sides."""
+    weights = [math.prod(n.meta["shape"]) for n in graph.nodes if n.op == "placeholder" and "weight" in n.meta]
+    values = [n for n in graph.nodes if n.op == "call_function"]
+    heads = max((n.meta["shape"][1] for n in values if n.target is OPS["attention"]), default=0)
+    width = max((math.prod(n.meta["shape"][1:]) for n in values if n.meta["shape"][0] == PROBE_T), default=0)
+    vocab = max((n.meta["shape"][-1] for n in values), default=0)
+    return 4 * (2 * max(weights, default=0) + 5 * heads * tokens**2 + 6 * tokens * width + 8 * ROWS * vocab)
 
 
 def engine_logits(executor: Executor, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Iterator[Float32]:

@@ -175,9 +175,8 @@ class _Build:
 
     def lower(self, graph: fx.Graph, config: Any) -> PipelineReport:
         probe = (probe_batch(int(config.vocab_size)), self.reader) if self.options.check_passes else None
-        return run_pipeline(
-            graph, self.context, probe, self.options.dump_ir, lambda name: self.progress.stage(f"pass {name}")
-        )
+        self.progress.stage("passes")
+        return run_pipeline(graph, self.context, probe, self.options.dump_ir)
 
     def write_segments(
         self,
@@ -211,6 +210,8 @@ class _Build:
     ) -> accuracy.Accuracy | None:
         if graph is None or tokens is None:
             return None
+        need = accuracy.memory_needed(graph, len(tokens))
+        self.progress.stage(f"accuracy report: takes about {need / 2**20:.0f} MiB (--no-eval skips it)")
         target = next(t for t in runnable_targets() if t.name in code)
         pages = -(-len(tokens) // PAGE_SIZE)
         config = ExecutorConfig(accuracy.ROWS, accuracy.ROWS, pages, default_threads())

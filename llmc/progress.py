@@ -17,7 +17,7 @@ class TerminalProgress:
 
     @contextmanager
     def bar(self, name: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        with tqdm(total=total, desc=f"llmc: {name}", unit=unit, unit_scale=True, file=sys.stderr) as bar:
+        with tqdm(total=total, desc=f"llmc: {name}", unit=unit, unit_scale=True, file=sys.stderr, disable=None) as bar:
 
             def advance(amount: int) -> None:
                 bar.update(amount)

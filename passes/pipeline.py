@@ -7,7 +7,6 @@ written after every pass, with its count and the reasons of what was left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,7 +82,6 @@ def run_pipeline(
     ctx: PassContext,
     probe: tuple[dict[str, Tensor], Reader] | None = None,
     dump: Path | None = None,
-    progress: Callable[[str], None] = lambda name: None,
 ) -> PipelineReport:
     """Lowers a tokens-major graph in place. Raises UserError for what no rewrite knows."""
     report = PipelineReport()
@@ -92,7 +90,6 @@ def run_pipeline(
         dump_graph(graph, dump, 0, "import", PassResult(0))
     before = run_graph(graph, *probe) if probe else None
     for index, (name, run) in enumerate(PIPELINE):
-        progress(name)
         result = run(graph, ctx)
         _settle(graph)
         report.counts[name], report.skipped[name] = result.count, result.skipped

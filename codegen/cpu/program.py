@@ -83,7 +83,7 @@ class _Selector:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.program = graph, Program()
         self.values: dict[fx.Node, Value] = {}
-        self.quantized: dict[tuple[str, int], Buffer] = {}
+        self.quantized: dict[tuple[str, int, int], Buffer] = {}
         self.phase, self.partition = 0, ""
         self.path = ""
         self.kernels: dict[str, Callable[[fx.Node], None]] = {
@@ -228,7 +228,7 @@ class _Selector:
     def quantize(self, x: fx.Node, k: int, domain: str) -> Buffer:
         """The int8 form of a value, made once however many products read it."""
         value = self.values[x]
-        key = (value.buffer.name, value.column)
+        key = (value.buffer.name, value.column, k)
         if key not in self.quantized:
             padded = -(-k // GROUP) * GROUP
             buffer = self.buffer(f"{x.name}_q", domain, padded + padded // GROUP * 8, "quant")
