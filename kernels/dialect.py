@@ -87,6 +87,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return y if weight is None else y * weight
 
 
+@_op("rms_norm_add(Tensor x, Tensor residual, Tensor? weight, float eps) -> Tensor")
+def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """rms_norm(x, weight, eps) + residual (models that normalise what a block adds: Gemma 2, OLMo 2)."""
+    return rms_norm(x, weight, eps) + residual
+
+
 @_op("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor")
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """x [T, …, C], over the last dimension (Ba et al. 2016)."""

@@ -95,7 +95,7 @@ class Plan:
         try:
             manifest = json.loads(text)
             plan = cls(path, data, manifest, digest.hex())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise UserError(f"{path}: damaged manifest: {error}; rebuild the plan") from error
         if verify:
             plan.verify()

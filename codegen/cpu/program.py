@@ -88,7 +88,7 @@ class _Selector:
         self.path = ""
         self.kernels: dict[str, Callable[[fx.Node], None]] = {
             "embed": self.embed, "linear": self.linear, "rms_norm": self.norm, "layer_norm": self.norm,
-            "rope_table": self.rope_table, "rope": self.rope, "attention": self.attention, "act": self.act,
+            "rms_norm_add": self.norm_add, "rope_table": self.rope_table, "rope": self.rope, "attention": self.attention, "act": self.act,
             "gated_act": self.gated_act, "add": self.binary, "mul": self.binary, "scale": self.unary,
             "softcap": self.unary, "select_rows": self.select_rows,
         }  # fmt: skip
@@ -243,6 +243,13 @@ class _Selector:
         weights = "".join(f", {self.vector(v)}" for v in vectors)
         kernel = f"{_NAMES[node.target]}<{math.prod(shape[:-1])}, {shape[-1]}>"
         self.rowwise(node, kernel, [x], f"{weights}, {_f(eps)}")
+
+    def norm_add(self, node: fx.Node) -> None:
+        x, residual, weight, eps = node.args
+        domain, width = self.domain(x), self.values[x].width
+        operands = f"{self.mat(x)}, {self.vector(weight)}, {_f(eps)}, {self.mat(residual)}"
+        text = f"rms_norm_add<1, {width}>(par, {_rows(domain)}, {operands}, {{out}})"
+        self.emit(node, text, domain, [x, residual], domain)
 
     def rope_table(self, node: fx.Node) -> None:
         _, inv_freq, scale = node.args

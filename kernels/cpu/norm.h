@@ -28,10 +28,10 @@ LLMC_INLINE void map_row(const float* x, float* out, F f) {
   }
 }
 
-// out = x / sqrt(mean(x^2) + eps) * w, over each of H segments of C elements; w [C] may be null. out may be x.
-// By token.
+// out = x / sqrt(mean(x^2) + eps) * w + residual, over each of H segments of C elements; w [C] and residual.p may be
+// null. out may be x or the residual. By token.
 template <int H, int C>
-inline void rms_norm(Par par, int num_tokens, Mat x, const float* w, float eps, Mat out) {
+inline void rms_norm_add(Par par, int num_tokens, Mat x, const float* w, float eps, Mat residual, Mat out) {
   Range r = tokens_of(par, num_tokens);
   for (int t = r.begin; t < r.end; ++t) {
     for (int h = 0; h < H; ++h) {
@@ -40,10 +40,17 @@ inline void rms_norm(Par par, int num_tokens, Mat x, const float* w, float eps, 
       float inverse = 1.0f / sqrt(squares / (float)C + eps);
       map_row<C>(in, out.row(t) + h * C, [&](f32x16 v, int c, int lanes) {
         f32x16 y = v * inverse;
-        return w == nullptr ? y : y * load_n(w + c, lanes);
+        if (w != nullptr) y *= load_n(w + c, lanes);
+        return residual.p == nullptr ? y : y + load_n(residual.row(t) + h * C + c, lanes);
       });
     }
   }
+}
+
+// out = x / sqrt(mean(x^2) + eps) * w. By token.
+template <int H, int C>
+inline void rms_norm(Par par, int num_tokens, Mat x, const float* w, float eps, Mat out) {
+  rms_norm_add<H, C>(par, num_tokens, x, w, eps, Mat{nullptr, 0}, out);
 }
 
 // out = (x - mean) / sqrt(var + eps) * w + b, over each of H segments; w, b [C] may be null. out may be x. By token.

@@ -13,6 +13,8 @@ EXPORT void rms(Par p, int t, Mat x, const float* w, float eps, Mat out) {{
   rms_norm<1, {C}>(p, t, x, w, eps, out); }}
 EXPORT void rms_heads(Par p, int t, Mat x, const float* w, float eps, Mat out) {{
   rms_norm<3, 32>(p, t, x, w, eps, out); }}
+EXPORT void rms_add(Par p, int t, Mat x, const float* w, float eps, Mat residual, Mat out) {{
+  rms_norm_add<1, {C}>(p, t, x, w, eps, residual, out); }}
 EXPORT void layer(Par p, int t, Mat x, const float* w, const float* b, float eps, Mat out) {{
   layer_norm<1, {C}>(p, t, x, w, b, eps, out); }}
 EXPORT void layer_heads(Par p, int t, Mat x, const float* w, const float* b, float eps, Mat out) {{
@@ -71,6 +73,14 @@ def test_norms(unit, suffix, heads, c, t, weighted):
     assert np.abs(got - reference_norm(x, heads, w, None, 1e-5, "rms")).max(initial=0) <= 3e-6
     got = call(unit, "layer" + suffix, t, heads * c, x, w, b, 1e-5)
     assert np.abs(got - reference_norm(x, heads, w, b, 1e-5, "layer")).max(initial=0) <= 5e-6
+
+
+def test_norm_adds_a_residual_also_in_place(unit):
+    x, residual, w = rows(5, C, 20), rows(5, C, 21), rows(1, C, 22)[0]
+    want = call(unit, "rms", 5, C, x, w, 1e-5) + residual
+    assert np.array_equal(call(unit, "rms_add", 5, C, x, w, 1e-5, as_mat(residual)), want)
+    unit.run("rms_add", 5, x, w, 1e-5, as_mat(residual), as_mat(residual))
+    assert np.array_equal(residual, want)
 
 
 def test_norm_of_zeros_is_finite(unit):

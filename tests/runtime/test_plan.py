@@ -199,7 +199,7 @@ _JSON = st.recursive(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 @given(changes=st.dictionaries(st.sampled_from(["name", "offset", "size", "sha256"]), _JSON, min_size=1, max_size=3))
 def test_any_value_in_the_segment_table_opens_or_is_refused(
     tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]
