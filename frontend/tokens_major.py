@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -126,8 +126,7 @@ class _Importer:
             return self.weight_op(node)
         handler = self.handler(target)
         if handler is None:
-            self.refuse(node, "no import rule")
-        assert handler is not None
+            self.refuse(node, "the importer has no rule for it")
         return handler(node)
 
     def fold(self, node: fx.Node) -> Any:
@@ -154,10 +153,10 @@ class _Importer:
             ATTENTION: self.attention,
         }.get(target)  # fmt: skip
 
-    def refuse(self, node: fx.Node, reason: str) -> None:
+    def refuse(self, node: fx.Node, reason: str) -> NoReturn:
         raise UserError(
-            f"op {node.target} at {module_path(node)} cannot be imported: {reason} "
-            f"(shape {_shape(node) if 'val' in node.meta else '?'}); this architecture is not supported yet"
+            f"op {node.target} at {module_path(node)} cannot be imported: {reason}; "
+            "this architecture is not supported yet"
         )
 
     # ---- ops on weights alone become recipes
@@ -176,7 +175,6 @@ class _Importer:
             scale, shift = (1.0, value) if target is aten.add.Tensor else (value, 0.0)
             return Affine(refs[0].shape, refs[0], scale, shift)
         self.refuse(node, "it computes on weights in a way that has no recipe")
-        raise AssertionError
 
     # ---- structural ops
 

@@ -70,7 +70,7 @@ def measure(
         log_p, log_q = (torch.log_softmax(x, -1) for x in (theirs, torch.from_numpy(ours)))
         kl += float((log_p.exp() * (log_p - log_q)).sum(-1).double().sum())
         agree += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-        targets = torch.tensor(tokens[done + 1 : done + 1 + len(ours)])
+        targets = torch.tensor(tokens[done + 1 : done + 1 + len(ours)], dtype=torch.long)
         picked = torch.arange(len(targets)), targets
         nll -= [float(log_q[picked].double().sum()), float(log_p[picked].double().sum())]
         done += len(ours)

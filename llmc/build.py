@@ -284,7 +284,7 @@ class _Build:
             "checkpoint": {"name": self.checkpoint.source_label, "sha256": self.checkpoint.digest},
             "llmc": llmc.__version__,
             "tools": {name: metadata.version(name).partition("+")[0] for name in tools},
-            "compiler": self.options.cxx or "zig c++",
+            "compiler": Path(self.options.cxx).name if self.options.cxx else "zig c++",
             "passes": [{"name": name, "count": count} for name, count in report.counts.items()],
         }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if match is None:
         raise click.BadParameter(f"{text!r} is not a size such as 512M or 4GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

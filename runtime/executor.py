@@ -135,12 +135,14 @@ class CpuExecutor:
         arrays = (tokens, batch.positions, starts, batch.block_tables, rows)
         if any(a.dtype != np.int32 or not a.flags.c_contiguous for a in arrays):
             raise ValueError("batch arrays must be contiguous int32")
+        if batch.block_tables.ndim != 2 or any(a.ndim != 1 for a in arrays if a is not batch.block_tables):
+            raise ValueError("block_tables must have two dimensions, the other arrays one")
         count, seqs = len(tokens), len(starts) - 1
         if not (0 < count <= self.max_num_tokens and 0 <= len(rows) <= self.max_num_rows):
             raise ValueError(f"a batch of {count} tokens and {len(rows)} rows does not fit the engine")
         if len(batch.positions) != count or batch.block_tables.shape[0] != seqs or len(batch.sampling) != len(rows):
             raise ValueError("batch arrays differ in length")
-        if starts[0] != 0 or starts[-1] != count or (np.diff(starts) <= 0).any():
+        if starts[0] != 0 or starts[-1] != count or (starts[1:] <= starts[:-1]).any():
             raise ValueError("query_start does not divide the tokens")
         if len(rows) and (rows.min() < 0 or rows.max() >= count):
             raise ValueError("a row to sample is no token of the batch")
@@ -187,6 +189,10 @@ def _pack_sampling(
     for i, row in enumerate(sampling):
         penalties = 0 if row.penalty_tokens is None else len(row.penalty_tokens)
         biases = 0 if row.bias_tokens is None else len(row.bias_tokens)
+        if penalties != (0 if row.penalty_counts is None else len(row.penalty_counts)):
+            raise ValueError("penalty_tokens and penalty_counts differ in length")
+        if biases != (0 if row.bias_values is None else len(row.bias_values)):
+            raise ValueError("bias_tokens and bias_values differ in length")
         table[i] = (
             row.temperature, row.top_p, row.min_p, row.repetition_penalty, row.presence_penalty,
             row.frequency_penalty, row.top_k, penalties, biases, penalty_at, bias_at, 0, row.seed, 0,

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from llmc.codegen.memory import ALIGN, Lifetime, plan_offsets
 
-_SPANS = st.lists(
-    st.tuples(st.integers(1, 3000), st.integers(0, 12), st.integers(0, 6)), min_size=0, max_size=24
-)
+_SPANS = st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 12), st.integers(0, 6)), min_size=0, max_size=24)
 
 
 def _lifetimes(spans: list[tuple[int, int, int]]) -> list[Lifetime]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -75,14 +76,12 @@ def test_a_barrier_stands_exactly_where_rows_cross_threads(precision: str) -> No
     kernels = [k for k in body if k != "barrier"]
     assert kernels.count("attention") == kernels.count("kv_write") == 2 and kernels.count("linear") == 2 * 4 + 1
     assert kernels[-1] == "sample" and (precision == "fp32") == ("quantize" not in kernels)
-    selected = False
-    for a, b in zip(body, body[1:], strict=False):
+    for a, b in pairwise(body):
         if "barrier" in (a, b):
             assert a != b, "two barriers in a row"
             continue
         # without a barrier, both keep to the rows of their own thread
         assert not {a, b} & BY_COLUMNS and b not in ACROSS_ROWS and a not in ("attention", "sample"), (a, b)
-        selected |= a == "select_rows"
     crossing = [i for i, k in enumerate(kernels) if k in BY_COLUMNS | ACROSS_ROWS]
     edges = {edge for i in crossing for edge in (i, i + (kernels[i] != "select_rows"))} - {0, len(kernels)}
     assert body.count("barrier") == len(edges)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ def test_equal_recipes_are_stored_once() -> None:
     assert one is table.constant(torch.arange(3.0)) is not table.constant(torch.arange(4.0))
     spans = sorted((e.offset, e.offset + e.size) for e in table.entries)
     assert all(lo % pack.ALIGN == 0 for lo, _ in spans) and spans[-1][1] <= table.size
-    assert all(end <= lo for (_, end), (lo, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= lo for (_, end), (lo, _) in pairwise(spans))
 
 
 def test_a_constant_is_float32() -> None:

@@ -37,7 +37,7 @@ def alone(precision: str) -> Any:
     return _run(precision, lambda s: s.decode(s.step({0: len(PROMPT)}), 4), [PROMPT])
 
 
-def _run(precision: str, drive: Callable[[Sequences], None], prompts: list[list[int]], threads: int = 1) -> Any:
+def _run(precision: str, drive: Callable[[Sequences], Any], prompts: list[list[int]], threads: int = 1) -> Any:
     engine = executor("llama", precision, threads=threads, tokens=128)
     try:
         sequences = Sequences(engine, [list(p) for p in prompts], shuffle=threads)
@@ -50,15 +50,19 @@ def _run(precision: str, drive: Callable[[Sequences], None], prompts: list[list[
 # ---- what a step computes
 
 
-def test_logits_are_those_of_the_graph(precision: str, alone: Any) -> None:
-    model = lowered("llama", precision)
+@pytest.mark.parametrize("kind", ["fp32", "int8, float32 KV", "int4, float32 KV", "int8"])
+def test_logits_are_those_of_the_graph(kind: str) -> None:
+    """Relative root mean square error of each row. An activation that falls between two int8 steps may round the
+    other way, so a few rows may be off by one step; bfloat16 keys and values, which the graph lacks, move all."""
+    model = lowered("llama", kind)
     tokens = torch.tensor(PROMPT)
     positions = torch.arange(len(PROMPT))
     inputs = {"tokens": tokens, "positions": positions, "query_start": torch.tensor([0, len(PROMPT)])}
     wanted = run_graph(model.graph, inputs | {"rows": positions}, model.reader).numpy()
-    scale = np.abs(wanted).max()
-    tolerance = 1e-5 if precision == "fp32" else 0.02  # bfloat16 keys and values
-    assert np.abs(alone[: len(PROMPT)] - wanted).max() <= tolerance * scale
+    found = _run(kind, lambda s: s.step({0: len(PROMPT)}), [PROMPT])
+    errors = np.sqrt(((found - wanted) ** 2).mean(-1) / (wanted**2).mean(-1))
+    most, worst = {"fp32": (1e-5, 1e-5), "int8": (0.05, 0.1)}.get(kind, (1e-5, 0.01))
+    assert np.quantile(errors, 0.8) <= most and errors.max() <= worst
 
 
 def _chunks(*sizes: int) -> Callable[[Sequences], None]:
@@ -242,7 +246,7 @@ def wanted(engine: CpuExecutor) -> bytes:
 
 @pytest.mark.parametrize("name", BAD)
 def test_an_inconsistent_batch_is_refused_and_harms_nothing(engine: CpuExecutor, wanted: bytes, name: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 (each has words of its own)
+    with pytest.raises(ValueError):
         engine.step(replace(_good(), **BAD[name]))
     output = engine.step(_good())
     assert output.logits is not None and output.logits.tobytes() == wanted

@@ -1,0 +1,214 @@
+"""kernels/dialect.py: every reference against a formulation of its own, and every shape rule against the result."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmc.kernels import dialect, pack
+from llmc.kernels.dialect import ACTIVATIONS, OPS
+
+T, HQ, HKV, D = 11, 6, 2, 8
+STARTS = [0, 4, 5, 11]
+
+
+def _g(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=_g(seed))
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=atol)
+
+
+POSITIONS = torch.tensor([*range(4), 0, *range(3, 9)])
+_ATTENTION = (_rand(T, HQ, D, seed=1), _rand(T, HKV, D, seed=2), _rand(T, HKV, D, seed=3), POSITIONS,
+              torch.tensor(STARTS))  # fmt: skip
+X, W, BIAS, RESIDUAL = _rand(T, 40), _rand(24, 40, seed=1), _rand(24, seed=2), _rand(T, 24, seed=3)
+CASES: dict[str, tuple[Any, ...]] = {
+    "embed": (torch.tensor([3, 0, 6]), _rand(9, 32), 2.0, 2, "f32"),
+    "linear": (X, W, BIAS, RESIDUAL, "silu", False, "f32"),
+    "linear gated": (X, W, BIAS, None, "gelu", True, "w8"),
+    "rms_norm": (_rand(T, 3, 16), _rand(16), 1e-5),
+    "rms_norm_add": (_rand(T, 16), _rand(T, 16, seed=2), _rand(16, seed=1), 1e-5),
+    "layer_norm": (_rand(T, 16), _rand(16), _rand(16, seed=1), 1e-5),
+    "rope_table": (POSITIONS, _rand(4).abs(), 1.5),
+    "rope": (_rand(T, HQ, D), _rand(T, 6)),
+    "attention": (*_ATTENTION, None, 0.3, 0, 0.0, 0),
+    "attention sinks": (*_ATTENTION, _rand(HQ), 0.3, 3, 5.0, 1),
+    "act": (X, "tanh"),
+    "gated_act": (X, X + 1, "silu"),
+    "add": (X, X + 1),
+    "mul": (X, X + 1),
+    "scale": (X, 0.5),
+    "softcap": (X, 3.0),
+    "select_rows": (_rand(T, 5), torch.tensor([1, 10])),
+}
+
+
+def test_every_op_is_among_the_cases() -> None:
+    assert {name.split()[0] for name in CASES} == OPS.keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_shape_rule_is_the_shape(name: str) -> None:
+    op, arguments = OPS[name.split()[0]], CASES[name]
+    meta = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments]
+    real, shaped = op(*arguments), op(*meta)
+    assert shaped.is_meta and shaped.shape == real.shape and shaped.dtype == real.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operands_are_left_alone_and_results_are_new(name: str) -> None:
+    arguments = CASES[name]
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+    result = OPS[name.split()[0]](*arguments)
+    for a, b in zip(arguments, before, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert torch.equal(a, b) and a.data_ptr() != result.data_ptr()
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="op add is registered twice"):
+        dialect._op("add(Tensor a, Tensor b) -> Tensor")(lambda a, b: a)
+    assert OPS["add"] is torch.ops.llmc.add.default
+
+
+# ---- attention
+
+
+def _sdpa(q: Any, k: Any, v: Any, positions: Any, scale: float, window: int) -> torch.Tensor:
+    """One sequence through torch's own attention; [T, H, D]."""
+    delta = positions[:, None] - positions[None, :]
+    visible = (delta >= 0) & (delta < window if window else torch.ones_like(delta, dtype=torch.bool))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, visible, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 100])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (5, 1)])
+def test_attention_is_that_of_torch_on_each_sequence_alone(window: int, heads: tuple[int, int]) -> None:
+    hq, hkv = heads
+    q, k, v = _rand(T, hq, D, seed=1), _rand(T, hkv, D, seed=2), _rand(T, hkv, D, seed=3)
+    found = OPS["attention"](q, k, v, POSITIONS, torch.tensor(STARTS), None, 0.3, window, 0.0, 0)
+    parts = [slice(a, b) for a, b in pairwise(STARTS)]
+    _close(found, torch.cat([_sdpa(q[p], k[p], v[p], POSITIONS[p], 0.3, window) for p in parts]))
+
+
+@pytest.mark.parametrize(("window", "cap", "sinks"), [(0, 2.0, False), (2, 0.0, True), (0, 0.0, True), (3, 1.5, True)])
+def test_attention_by_the_definition(window: int, cap: float, sinks: bool) -> None:
+    """Softcap and sinks, one query, head and key at a time in float64."""
+    q, k, v = (_rand(7, h, D, seed=i) for i, h in enumerate((4, 2, 2)))
+    sink = _rand(4, seed=9) if sinks else None
+    bounds = [0, 3, 7]
+    positions = torch.tensor([*range(3), *range(4)])
+    found = OPS["attention"](q, k, v, positions, torch.tensor(bounds), sink, 0.4, window, cap, 0)
+    for lo, hi in pairwise(bounds):
+        for i in range(lo, hi):
+            keys = [j for j in range(lo, i + 1) if not window or i - j < window]
+            for h in range(4):
+                scores = [float(q[i, h].double() @ k[j, h // 2].double()) * 0.4 for j in keys]
+                if cap:
+                    scores = [cap * math.tanh(s / cap) for s in scores]
+                weights = [math.exp(s) for s in scores]
+                total = sum(weights) + (math.exp(float(sink[h])) if sink is not None else 0.0)
+                wanted = sum(w / total * v[j, h // 2].double() for w, j in zip(weights, keys, strict=True))
+                _close(found[i, h].double(), wanted)  # type: ignore[arg-type]
+
+
+# ---- everything else
+
+
+def test_embed() -> None:
+    weight = _rand(9, 32)
+    ids = torch.tensor([3, 0, 6])
+    _close(OPS["embed"](ids, weight, 2.0, 2, "f32"), torch.stack([weight[i + 2] * 2 for i in ids.tolist()]))
+    stored = torch.from_numpy(pack.fake_quantize("w4", weight.numpy()))
+    _close(OPS["embed"](ids, weight, 1.0, 0, "w4"), F.embedding(ids, stored))
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_linear_in_float32(act: str, gated: bool) -> None:
+    y = torch.einsum("tk,nk->tn", X, W) + BIAS
+    wanted = _activation(act, y[:, :12]) * y[:, 12:] if gated else _activation(act, y)
+    residual = RESIDUAL[:, : wanted.shape[1]]
+    _close(OPS["linear"](X, W, BIAS, residual, act, gated, "f32"), wanted + residual, 1e-4)
+    plain = OPS["linear"](X, W, None, None, act, gated, "f32")
+    y -= BIAS
+    _close(plain, _activation(act, y[:, :12]) * y[:, 12:] if gated else _activation(act, y), 1e-4)
+
+
+@pytest.mark.parametrize("format", ["bf16", "w8", "w4"])
+def test_linear_over_stored_weights(format: str) -> None:
+    """The integer formats multiply int8 activations of one scale per token and group of 32; K = 40 ends in a group
+    of 8."""
+    x = X.numpy().astype(np.float64)
+    if format != "bf16":
+        for t in range(T):
+            for lo in range(0, 40, 32):
+                group = x[t, lo : lo + 32]
+                step = np.float32(np.abs(group).max()) / np.float32(127)
+                x[t, lo : lo + 32] = np.rint(np.float32(group) / step) * step
+    wanted = x @ pack.fake_quantize(format, W.numpy()).astype(np.float64).T
+    _close(OPS["linear"](X, W, None, None, "none", False, format), torch.from_numpy(wanted).float(), 1e-4)
+
+
+def test_zero_activations_stay_zero() -> None:
+    assert not OPS["linear"](torch.zeros(2, 64), _rand(3, 64), None, None, "none", False, "w8").any()
+
+
+def _activation(name: str, x: torch.Tensor) -> torch.Tensor:
+    """By formula, in float64."""
+    x = x.double()
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return {
+        "none": x, "silu": x / (1 + torch.exp(-x)), "gelu": x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
+        "gelu_tanh": 0.5 * x * (1 + torch.tanh(inner)), "relu": x.clamp_min(0), "tanh": torch.tanh(x),
+    }[name].float()  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_by_formula(name: str) -> None:
+    x = torch.linspace(-6, 6, 50).reshape(10, 5)
+    _close(OPS["act"](x, name), _activation(name, x))
+    _close(OPS["gated_act"](x, x + 1, name), _activation(name, x) * (x + 1))
+
+
+def test_norms() -> None:
+    x, w, b = _rand(T, 3, 16) * 3 + 1, _rand(16, seed=1), _rand(16, seed=2)
+    _close(OPS["rms_norm"](x, w, 1e-3), F.rms_norm(x, (16,), w, 1e-3))
+    _close(OPS["rms_norm"](x, None, 1e-3), F.rms_norm(x, (16,), None, 1e-3))
+    r = _rand(T, 3, 16, seed=3)
+    _close(OPS["rms_norm_add"](x, r, w, 1e-3), F.rms_norm(x, (16,), w, 1e-3) + r)
+    centred = x - x.mean(-1, keepdim=True)
+    plain = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-3)
+    _close(OPS["layer_norm"](x, w, b, 1e-3), plain * w + b)
+    _close(OPS["layer_norm"](x, None, None, 1e-3), plain)
+
+
+@pytest.mark.parametrize("rot", [8, 4])
+def test_rope_rotates_pairs_as_complex_numbers(rot: int) -> None:
+    x, inv_freq = _rand(T, HQ, D), 10000.0 ** -(torch.arange(rot // 2) / (rot // 2))
+    table = OPS["rope_table"](POSITIONS, inv_freq, 1.25)
+    turned = torch.complex(x[..., : rot // 2].double(), x[..., rot // 2 : rot].double())
+    turned = turned * 1.25 * torch.exp(1j * POSITIONS[:, None, None].double() * inv_freq.double())
+    _close(OPS["rope"](x, table), torch.cat([turned.real.float(), turned.imag.float(), x[..., rot:]], -1))
+
+
+def test_elementwise_and_rows() -> None:
+    a, b = _rand(T, 5), _rand(T, 5, seed=1)
+    _close(OPS["add"](a, b), a.clone().add_(b))
+    _close(OPS["mul"](a, b), a.clone().mul_(b))
+    _close(OPS["scale"](a, -0.25), -a / 4)
+    _close(OPS["softcap"](a, 2.0), 2 - 4 / (1 + torch.exp(a)))
+    assert torch.equal(OPS["select_rows"](a, torch.tensor([10, 1])), torch.stack([a[10], a[1]]))
