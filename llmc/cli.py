@@ -154,12 +154,14 @@ def serve(
     **flags: Any,
 ) -> None:
     """Serves PLAN through an OpenAI-compatible API."""
+    import gc
     import logging
     from concurrent.futures import ThreadPoolExecutor
 
     from llmc.runtime.plan import Plan
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    gc.disable()  # imports make no garbage, and looking for it takes a tenth of a start
     with ThreadPoolExecutor(1) as pool:  # hashing a plan needs no interpreter: it goes on beside the imports
         opening = pool.submit(Plan.open, plan)
         from llmc.runtime.load import LoadOptions, load_engine, served_model
@@ -170,6 +172,8 @@ def serve(
     engine = load_engine(opened, model.codec, LoadOptions(**flags))
     engine.start()
     app = create_app(engine, model, api_key=api_key)
+    gc.freeze()
+    gc.enable()
     run_server(
         app,
         host,

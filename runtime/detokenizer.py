@@ -31,7 +31,9 @@ class TextCodec:
     def __init__(self, tokenizer_json: bytes) -> None:
         try:
             self._tokenizer = Tokenizer.from_str(tokenizer_json.decode("utf-8"))
-            decoder = json.loads(tokenizer_json).get("decoder")
+            # Of the decoder alone: parsing the whole file again would take longer than the rest of a start.
+            found = self._tokenizer.decoder
+            decoder = json.loads(found.__getstate__()) if found is not None else None
         except Exception as error:  # tokenizers raises bare Exception
             raise UserError(f"the tokenizer does not load ({error}); rebuild the plan") from error
         # A prompt is never cut or padded behind the user's back, whatever the checkpoint's file says.

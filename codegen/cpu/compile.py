@@ -32,6 +32,15 @@ def cache_dir() -> Path:
     return Path(root) / "llmc"
 
 
+def _writable(directory: Path) -> bool:
+    """Makes a directory of the cache; False where that cannot be: then nothing is cached."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(directory, os.W_OK)
+
+
 def kernel_headers() -> dict[str, bytes]:
     """Every kernel header by name."""
     return {path.name: path.read_bytes() for path in sorted(KERNEL_DIR.glob("*.h"))}
@@ -55,7 +64,8 @@ def compile_unit(source: str, target: Target, cxx: str | None = None) -> bytes:
     if cached.is_file():
         return cached.read_bytes()
     code = _run(command, source)
-    cached.parent.mkdir(parents=True, exist_ok=True)
+    if not _writable(cached.parent):
+        return code
     with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
         file.write(code)
     os.replace(file.name, cached)
@@ -85,8 +95,9 @@ def _run(command: list[str], source: str) -> bytes:
         for name, text in kernel_headers().items():
             (root / name).write_bytes(text)
         (root / "step.cpp").write_text(source)
-        zig_cache = str(cache_dir() / "zig")
-        env = os.environ | {"ZIG_GLOBAL_CACHE_DIR": zig_cache, "ZIG_LOCAL_CACHE_DIR": str(root / "zig-local")}
+        # zig never ends in a cache that it cannot write
+        zig_cache = cache_dir() / "zig" if _writable(cache_dir() / "zig") else root / "zig"
+        env = os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(zig_cache), "ZIG_LOCAL_CACHE_DIR": str(root / "zig-local")}
         done = subprocess.run(
             [*command, "-I.", "step.cpp", "-o", "step.so"], cwd=root, env=env, capture_output=True, text=True
         )

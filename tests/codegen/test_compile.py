@@ -121,3 +121,21 @@ def test_a_missing_toolchain_says_how_to_get_it(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "ziglang", None)
     with pytest.raises(UserError, match=r"pip install 'llmc\[build\]'"):
         compile_unit(UNIT, parse_target("native"))
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: Any) -> None:
+    """zig itself would try for ever."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert load_code_answer(compile_unit(UNIT, parse_target("native"))) == 42
+
+
+def load_code_answer(code: bytes) -> int:
+    import os
+    import tempfile
+
+    with tempfile.NamedTemporaryFile(suffix=".so", delete=False) as file:
+        file.write(code)
+    try:
+        return int(ctypes.CDLL(file.name).answer())
+    finally:
+        os.unlink(file.name)

@@ -90,8 +90,10 @@ def test_equal_recipes_are_stored_once() -> None:
     table = WeightTable()
     embedding, head = table.matrix(Stored((104, K), "a"), "w8", False), table.matrix(A, "w8", False)
     assert embedding is head and len(table.entries) == 1
-    others = [table.matrix(A, "w4", False), table.matrix(concat((A, B)), "w8", True), table.matrix(B, "w8", False)]
-    assert len({id(e) for e in (head, *others)}) == 4 == len(table.entries)
+    both = concat((A, B))
+    variants = ((A, "w4", False), (both, "w8", True), (both, "w8", False), (B, "w8", False))
+    others = [table.matrix(*variant) for variant in variants]
+    assert len({id(e) for e in (head, *others)}) == 5 == len(table.entries)
     vector = table.vector(Stored((77,), "v"))
     assert vector is table.vector(Stored((77,), "v")) and vector.format == "f32"
     one = table.constant(torch.arange(3.0))
