@@ -66,6 +66,8 @@ class PlanWriter:
 
         progress is called with the bytes of each block as it is written.
         """
+        if any(s.name == name for s in self.segments):
+            raise ValueError(f"segment {name} is there already")
         start = self._end
         padded = -(-size // PAGE) * PAGE
         self._file.truncate(start + padded)

@@ -78,14 +78,23 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress) -
     Raises UserError for whatever the user can mend; then nothing is left at `output` that was not there before.
     """
     targets = _targets(options)
-    if output.is_dir():
-        raise UserError(f"-o {output}: is a directory; give a file name such as {output}/engine.plan")
+    _check_output(output)
     progress.stage("resolve")
     checkpoint = open_checkpoint(resolve(model, sha256=options.sha256, revision=options.revision))
     try:
         return _Build(checkpoint, output, options, targets, progress).run()
     finally:
         checkpoint.close()
+
+
+def _check_output(output: Path) -> None:
+    """Refuses early what could not be replaced by a plan, or must not be, such as a device."""
+    if output.is_dir():
+        raise UserError(f"-o {output}: is a directory; give a file name such as {output}/engine.plan")
+    if output.exists() and not output.is_file():
+        raise UserError(f"-o {output}: is not an ordinary file; give another name")
+    if not output.parent.is_dir():
+        raise UserError(f"-o {output}: there is no directory {output.parent}; make it first")
 
 
 def _targets(options: BuildOptions) -> list[Target]:

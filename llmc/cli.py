@@ -219,14 +219,16 @@ def run(
 def inspect(plan: Path, as_json: bool) -> None:
     """Says what PLAN holds: model, targets, accuracy, provenance, segments."""
     from llmc.inspect import segments, summary
-    from llmc.runtime.plan import Plan
+    from llmc.runtime.plan import Plan, manifest_fields
 
     opened = Plan.open(plan, verify=False)
     if as_json:
         click.echo(json.dumps(opened.manifest | {"engine_id": opened.engine_id}, indent=2, sort_keys=True))
         return
+    with manifest_fields(plan):
+        text = summary(opened.manifest)
     click.echo(f"{plan}: {plan.stat().st_size / 2**20:.1f} MiB, engine {opened.engine_id[:16]}")
-    click.echo(summary(opened.manifest))
+    click.echo(text)
     click.echo(segments(opened))
 
 

@@ -12,7 +12,7 @@ from llmc.runtime.config import EngineConfig
 from llmc.runtime.detokenizer import TextCodec
 from llmc.runtime.engine import Engine
 from llmc.runtime.executor import PAGE_SIZE, CpuExecutor, ExecutorConfig
-from llmc.runtime.plan import Plan
+from llmc.runtime.plan import Plan, manifest_fields
 from llmc.runtime.server.model import SamplingDefaults, ServedModel
 from llmc.runtime.targets import choose_target
 from llmc.runtime.threads import default_threads
@@ -35,8 +35,12 @@ class LoadOptions:
 
 def load_engine(plan: Plan, codec: TextCodec | None, options: LoadOptions) -> Engine:
     """An engine over an open, verified plan; not yet started. Raises UserError for limits that cannot be met."""
-    model = plan.manifest["model"]
-    max_model_len = int(model["max_model_len"])
+    with manifest_fields(plan.path):
+        max_model_len = int(plan.manifest["model"]["max_model_len"])
+        page_bytes = int(plan.manifest["model"]["kv_bytes_per_token"]) * PAGE_SIZE
+        target = choose_target(list(plan.manifest["targets"]))
+        eos = frozenset((plan.manifest["tokenizer"] or {}).get("eos_token_ids", ()))
+        code, weights = plan.segment(f"code/{target.name}"), plan.segment("weights")
     if options.max_model_len is not None:
         if not 1 <= options.max_model_len <= max_model_len:
             raise UserError(
@@ -46,22 +50,16 @@ def load_engine(plan: Plan, codec: TextCodec | None, options: LoadOptions) -> En
     threads = options.threads if options.threads is not None else default_threads()
     if not 1 <= threads <= 256:
         raise UserError(f"--threads {threads}: must be between 1 and 256")
-    pages = _num_pages(options, max_model_len, int(model["kv_bytes_per_token"]) * PAGE_SIZE)
+    pages = _num_pages(options, max_model_len, page_bytes)
     rows = min(options.max_num_seqs, options.max_num_batched_tokens)
-    target = choose_target(list(plan.manifest["targets"]))
-    tokenizer = plan.manifest["tokenizer"] or {}
     config = EngineConfig(
         max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_queue=options.max_queue,
-        eos_token_ids=frozenset(tokenizer.get("eos_token_ids", ())),
+        eos_token_ids=eos,
     )
-    executor = CpuExecutor(
-        plan.segment(f"code/{target.name}"),
-        plan.segment("weights"),
-        ExecutorConfig(options.max_num_batched_tokens, rows, pages, threads),
-    )
+    executor = CpuExecutor(code, weights, ExecutorConfig(options.max_num_batched_tokens, rows, pages, threads))
     return Engine(executor, config, codec)
 
 
@@ -99,10 +97,9 @@ def served_model(plan: Plan, name: str | None) -> ServedModel:
     if codec is None:
         raise UserError(f"{plan.path}: the plan has no tokenizer, so it cannot be served; rebuild it with one")
     template = plan.text("chat_template.jinja")
-    tokens = plan.manifest["tokenizer"]["special_tokens"]
-    return ServedModel(
-        name=name or str(plan.manifest["provenance"]["checkpoint"]["name"]),
-        codec=codec,
-        chat_template=ChatTemplate(template, tokens) if template is not None else None,
-        defaults=SamplingDefaults.from_generation_config(plan.manifest["generation_config"]),
-    )
+    with manifest_fields(plan.path):
+        tokens = dict(plan.manifest["tokenizer"]["special_tokens"])
+        checkpoint = str(plan.manifest["provenance"]["checkpoint"]["name"])
+        defaults = SamplingDefaults.from_generation_config(plan.manifest["generation_config"])
+    chat_template = ChatTemplate(template, tokens) if template is not None else None
+    return ServedModel(name or checkpoint, codec, chat_template, defaults)

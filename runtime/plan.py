@@ -23,8 +23,9 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,15 @@ class Plan:
     def text(self, name: str) -> str | None:
         """A segment as UTF-8 text, or None when the plan has none of that name."""
         return str(self.segment(name), "utf-8") if name in self.segments else None
+
+
+@contextmanager
+def manifest_fields(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Around code that reads a manifest: a field that is missing or of another type means another llmc wrote it."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: the manifest lacks {error}: another llmc wrote it; rebuild the plan") from error
 
 
 def _map(path: Path) -> mmap.mmap:

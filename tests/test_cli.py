@@ -171,7 +171,7 @@ def test_build_without_the_extra_says_how_to_get_it(tmp_path: Path) -> None:
         (["--max-model-len", "129"], ["--max-model-len 129", "128"]),
         (["--no-eval", "--max-kl", "1"], ["--max-kl", "--no-eval"]),
         (["--eval-text", "/no/such/text"], ["--eval-text /no/such/text", "cannot be read"]),
-        (["-o", "/no/such/directory/x.plan"], ["/no/such/directory/x.plan", "cannot be written"]),
+        (["-o", "/no/such/directory/x.plan"], ["/no/such/directory/x.plan", "there is no directory"]),
         (["-o", "/"], ["-o /", "is a directory"]),
         (["--sha256", "0" * 64], ["sha256"]),
     ],
@@ -278,3 +278,14 @@ def test_prompts_that_cannot_be_answered(plan: Path) -> None:
     refused(llmc("run", plan, "", "--raw"), "prompt")
     refused(llmc("run", plan, " ".join(["w1"] * 129), "--raw"), "128")
     assert llmc("run", plan, " ".join(["w1"] * 127), "--raw", "--temperature", "0").exit_code == 0
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["run", "PLAN", "hello"]])
+def test_a_plan_whose_manifest_lacks_fields_is_refused(tmp_path: Path, command: list[str]) -> None:
+    path = tmp_path / "old.plan"
+    with PlanWriter(path) as writer:
+        writer.add("weights", b"x")
+        writer.finish({"model": 3, "targets": ["cpu:x86-64"]})
+    arguments = [str(path) if a == "PLAN" else a for a in command]
+    result = CliRunner().invoke(main, arguments if "PLAN" in command else [*arguments, str(path)])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and "Traceback" not in result.stderr

@@ -88,9 +88,9 @@ class _Selector:
         self.path = ""
         self.kernels: dict[str, Callable[[fx.Node], None]] = {
             "embed": self.embed, "linear": self.linear, "rms_norm": self.norm, "layer_norm": self.norm,
-            "rms_norm_add": self.norm_add, "rope_table": self.rope_table, "rope": self.rope, "attention": self.attention, "act": self.act,
-            "gated_act": self.gated_act, "add": self.binary, "mul": self.binary, "scale": self.unary,
-            "softcap": self.unary, "select_rows": self.select_rows,
+            "rms_norm_add": self.norm_add, "rope_table": self.rope_table, "rope": self.rope,
+            "attention": self.attention, "act": self.act, "gated_act": self.gated_act, "add": self.binary,
+            "mul": self.binary, "scale": self.unary, "softcap": self.unary, "select_rows": self.select_rows,
         }  # fmt: skip
 
     def run(self) -> Program:

@@ -23,7 +23,8 @@ FIGURES: list[str] = []
 """What tests measure without asserting it; conftest prints it at the end of the run."""
 
 _ERROR = ("llmc: error: ", "Error: ")
-_HARMLESS = ("llmc: ", "Usage: ", "Try '")
+# Progress of ours and of pip's, and what click says before an error.
+_HARMLESS = ("llmc: ", "Looking in ", "Usage: ", "Try '")
 
 
 def report(name: str, value: str) -> None:
@@ -46,7 +47,7 @@ def llmc(
 ) -> subprocess.CompletedProcess[str]:
     """Runs the command line to its end."""
     return subprocess.run(
-        command(*args), cwd=cwd, env=env or environment(), capture_output=True, text=True, timeout=600
+        command(*args), cwd=cwd, env=env or environment(), capture_output=True, text=True, timeout=500
     )
 
 

@@ -82,18 +82,14 @@ def test_alone_with_one_thread(plan: Plan, requests: list[Request], alone: Run) 
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_prefilled_in_chunks_of_seven(
-    plan: Plan, requests: list[Request], alone: Run, together: bool
-) -> None:
+def test_prefilled_in_chunks_of_seven(plan: Plan, requests: list[Request], alone: Run, together: bool) -> None:
     some = requests if together else [r for r in requests if len(r.prompt) > 20]
     run = generate(plan, some, together=together, budget=7)
     assert run.results == {f"{r.request_id}/0": alone.results[f"{r.request_id}/0"] for r in some}
 
 
 @pytest.mark.parametrize("budget, seqs", [(23, 5), (64, 16)])
-def test_under_other_budgets(
-    plan: Plan, requests: list[Request], alone: Run, budget: int, seqs: int
-) -> None:
+def test_under_other_budgets(plan: Plan, requests: list[Request], alone: Run, budget: int, seqs: int) -> None:
     assert generate(plan, requests, budget=budget, max_num_seqs=seqs).results == alone.results
 
 
@@ -123,7 +119,7 @@ def _beside_others(executor: CpuExecutor, tokens: list[int]) -> Logits:
     tables = np.arange(4 * width, dtype=np.int32).reshape(4, width)
     positions = np.concatenate([np.arange(c, dtype=np.int32) for c in counts])
     rows = np.arange(starts[2], starts[3], dtype=np.int32)
-    ids = np.array(sum(sequences, []), np.int32)
+    ids = np.concatenate(sequences).astype(np.int32)
     output = executor.step(Batch(ids, positions, starts, tables, rows, (GREEDY,) * len(rows), True))
     assert output.logits is not None
     return output.logits

@@ -96,7 +96,6 @@ def test_an_intact_plan_verifies(int4_plan: Path) -> None:
     assert Plan.open(int4_plan).engine_id in done.stdout
 
 
-
 @pytest.mark.parametrize(
     "change, words",
     [

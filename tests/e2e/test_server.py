@@ -33,9 +33,7 @@ def test_models(client: openai.OpenAI, int8_server: Server) -> None:
 
 
 def test_a_chat_is_answered(client: openai.OpenAI, int8_server: Server, reference: Reference) -> None:
-    answer = client.chat.completions.create(
-        model=int8_server.model, messages=MESSAGES, temperature=0, max_tokens=48
-    )
+    answer = client.chat.completions.create(model=int8_server.model, messages=MESSAGES, temperature=0, max_tokens=48)
     (choice,) = answer.choices
     assert choice.message.role == "assistant" and choice.message.content
     assert "sea" in choice.message.content.lower() or "ocean" in choice.message.content.lower()
@@ -48,9 +46,7 @@ def test_a_chat_is_answered(client: openai.OpenAI, int8_server: Server, referenc
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_streamed_chat_is_the_same_answer(
-    client: openai.OpenAI, int8_server: Server, temperature: float
-) -> None:
+def test_a_streamed_chat_is_the_same_answer(client: openai.OpenAI, int8_server: Server, temperature: float) -> None:
     body: dict[str, Any] = {
         "model": int8_server.model, "messages": MESSAGES, "temperature": temperature, "seed": 3,
         "max_tokens": 40, "logprobs": True, "top_logprobs": 2,
@@ -134,9 +130,7 @@ def _mixed(model: str, reference: Reference) -> list[dict[str, Any]]:
     return bodies
 
 
-def test_32_requests_of_mixed_lengths_at_once(
-    client: openai.OpenAI, int8_server: Server, reference: Reference
-) -> None:
+def test_32_requests_of_mixed_lengths_at_once(client: openai.OpenAI, int8_server: Server, reference: Reference) -> None:
     bodies = _mixed(int8_server.model, reference)
     before = int8_server.metric("generation_tokens_total")
 
@@ -145,9 +139,7 @@ def test_32_requests_of_mixed_lengths_at_once(
         if index % 2 == 0:
             answer = client.completions.create(**body)
             return answer.choices[0].text, answer.choices[0].finish_reason, answer.usage
-        chunks = list(
-            client.completions.create(**body, stream=True, stream_options={"include_usage": True})
-        )
+        chunks = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
         choices = [c.choices[0] for c in chunks if c.choices]
         return "".join(c.text for c in choices), choices[-1].finish_reason, chunks[-1].usage
 

@@ -156,14 +156,14 @@ def test_a_port_in_use(int8_plan: Path) -> None:
     [
         ("--port", "70000"), ("--host", "no.such.host.invalid"), ("--threads", "0"), ("--max-model-len", "8193"),
         ("--max-num-seqs", "0"), ("--max-num-batched-tokens", "0"), ("--kv-cache-memory", "1K"),
-        ("--kv-cache-memory", "much"), ("--max-queue", "-1"), ("--kv-cache-memory", "100000G"),
+        ("--kv-cache-memory", "much"), ("--max-queue", "-1"),
     ],
     ids="=".join,
 )  # fmt: skip
 def test_flags_out_of_range(int8_plan: Path, flags: tuple[str, str]) -> None:
     port = () if flags[0] == "--port" else ("--port", "0")
     done = llmc("serve", int8_plan, *flags, *port)
-    assert_refused(done.returncode, done.stderr, flags[1].removesuffix("K").removesuffix("G"))
+    assert_refused(done.returncode, done.stderr, flags[1].removesuffix("K"))
 
 
 def test_run_answers_on_the_terminal(int8_plan: Path) -> None:
