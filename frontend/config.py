@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +74,16 @@ def _quantiser(raw: dict[str, Any]) -> str:
     settings = raw.get("quantization_config") or raw.get("compression_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     return str(method or "quantization_config is set")
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silences transformers' warnings about guesses that are checked here anyway."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from llmc.errors import UserError
+from llmc.frontend.config import quiet_transformers
 
 _IMPLEMENTATION = "llmc"
 KNOWN_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}
@@ -84,9 +85,9 @@ def build_meta_model(config: Any) -> Any:
     config = copy.deepcopy(config)  # setting the attention implementation below writes into it
     AttentionInterface.register(_IMPLEMENTATION, _attention_forward)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), quiet_transformers():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
-        model.set_attn_implementation(_IMPLEMENTATION)
+            model.set_attn_implementation(_IMPLEMENTATION)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise UserError(f"config.json: transformers cannot build this model: {_first_line(error)}") from error
     model.config.use_cache = False

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from llmc.errors import UserError
 from llmc.frontend.checkpoint import TensorInfo
-from llmc.frontend.config import build_config, normalise_config
-from llmc.frontend.gguf_config import apply_positions, apply_rope_factors, gguf_config, quiet_transformers
+from llmc.frontend.config import build_config, normalise_config, quiet_transformers
+from llmc.frontend.gguf_config import apply_positions, apply_rope_factors, gguf_config
 from llmc.frontend.gguf_header import GgufTensor, read_gguf_header
 from llmc.frontend.rawfile import RawFile, check_finite, row_range, sha256_of
 

@@ -6,10 +6,8 @@ the metadata without the vocabulary, and the tensors' names without their data.
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmc.errors import UserError
+from llmc.frontend.config import quiet_transformers
 from llmc.frontend.gguf_header import GgufHeader
 
 _LONG_ARRAY = 4096  # metadata arrays beyond this are vocabulary; no configuration reads them
@@ -76,19 +75,6 @@ def _header_copy(header: GgufHeader) -> bytes:
 
 def _is_long(value: Any) -> bool:
     return isinstance(value, list) and len(value) > _LONG_ARRAY
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silences transformers' warnings about guesses that are checked here anyway."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def apply_positions(config: Any, header: GgufHeader, path: Path) -> None:

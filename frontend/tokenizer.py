@@ -17,9 +17,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from llmc.errors import UserError
 from llmc.frontend.checkpoint import Checkpoint
-from llmc.frontend.config import read_json
+from llmc.frontend.config import quiet_transformers, read_json
 from llmc.frontend.gguf_checkpoint import GgufCheckpoint
-from llmc.frontend.gguf_config import quiet_transformers
 from llmc.frontend.gguf_tokenizer import gguf_tokenizer, token_text
 from llmc.frontend.safetensors_checkpoint import SafetensorsCheckpoint
 
