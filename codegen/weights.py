@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from llmc.errors import UserError
 from llmc.kernels import pack
 from llmc.kernels.weights import Reader, WeightRef
 
-Format = Literal["f32", "bf16", "w8", "w4"]
 _BLOCK_ELEMENTS = 8 << 20
 """Elements of a weight that are in memory at once while it is packed (32 MiB as float32)."""
 
@@ -27,7 +25,7 @@ class Entry:
 
     ref: WeightRef | None
     constant: torch.Tensor | None
-    format: Format
+    format: str
     gated: bool
     offset: int
     size: int
@@ -55,8 +53,8 @@ class WeightTable:
             if entry.ref == ref and entry.format == format and entry.gated == gated:
                 return entry
         rows = ref.shape[0] // (2 if gated else 1)
-        layout = pack.packed_layout(cast(Format, format), rows, ref.shape[1], gated)
-        return self._add(ref, None, cast(Format, format), gated, layout.size)
+        layout = pack.packed_layout(format, rows, ref.shape[1], gated)
+        return self._add(ref, None, format, gated, layout.size)
 
     def vector(self, ref: WeightRef) -> Entry:
         for entry in self.entries:
@@ -70,9 +68,7 @@ class WeightTable:
                 return entry
         return self._add(None, value, "f32", False, value.numel() * 4)
 
-    def _add(
-        self, ref: WeightRef | None, constant: torch.Tensor | None, format: Format, gated: bool, size: int
-    ) -> Entry:
+    def _add(self, ref: WeightRef | None, constant: torch.Tensor | None, format: str, gated: bool, size: int) -> Entry:
         entry = Entry(ref, constant, format, gated, self.size, size)
         self.entries.append(entry)
         self.size += -(-size // pack.ALIGN) * pack.ALIGN

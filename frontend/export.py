@@ -47,7 +47,6 @@ class ExportedModel:
     graph: torch.fx.Graph
     parameters: dict[str, str]
     constants: dict[str, Tensor]
-    num_layers: int
 
 
 def _attention_forward(
@@ -166,7 +165,7 @@ def export_model(model: Any) -> ExportedModel:
         )
         if placeholder not in constants
     }
-    return ExportedModel(program.graph, parameters, constants, int(model.config.num_hidden_layers))
+    return ExportedModel(program.graph, parameters, constants)
 
 
 def _lifted_constant(value: Any, name: str) -> Tensor:

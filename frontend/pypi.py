@@ -19,6 +19,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from llmc.cache import cache_dir
 from llmc.errors import UserError
 from llmc.frontend.rawfile import sha256_of
 
@@ -48,8 +49,7 @@ def fetch(spec: str, sha256: str | None) -> Path:
 
 
 def _cache_root() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "llmc" / "pypi"
+    return cache_dir() / "pypi"
 
 
 def _cached(spec: str, home: Path, sha256: str | None) -> Path:

@@ -15,19 +15,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-GROUP = 32
-FORMATS = ("f32", "bf16", "w8", "w4")
+from llmc.kernels import pack
+from llmc.kernels.pack import GROUP
 
 
 def fake_quantize(w: Tensor, format: str) -> Tensor:
     """The float32 values [N, K] that a weight has after it was stored in `format`."""
     if format == "f32":
         return w
-    if format == "bf16":
-        return w.to(torch.bfloat16).to(torch.float32)
-    from llmc.kernels import pack
-
-    return torch.from_numpy(pack.fake_quantize(format, np.ascontiguousarray(w.detach().numpy())))
+    return torch.from_numpy(pack.fake_quantize(format, w.detach().numpy()))
 
 
 def fake_quantize_activations(x: Tensor) -> Tensor:

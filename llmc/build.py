@@ -116,8 +116,7 @@ class _Build:
         self.checkpoint, self.output, self.options = checkpoint, output, options
         self.targets, self.progress = targets, progress
         self.reader: Reader = checkpoint.read
-        body, head, self.kv_dtype = FORMATS[options.precision]
-        self.context = PassContext(body, head, self.kv_dtype, 0)
+        self.context = PassContext(*FORMATS[options.precision])
 
     def run(self) -> dict[str, Any]:
         config = self.checkpoint.hf_config()
@@ -129,7 +128,7 @@ class _Build:
         float32 = copy.deepcopy(graph) if tokens is not None else None
         report = self.lower(graph, config)
         if float32 is not None:
-            run_pipeline(float32, PassContext(num_layers=self.context.num_layers))
+            run_pipeline(float32, PassContext())
         program = select_kernels(graph)
         source = emit_unit(program)
         with PlanWriter(self.output) as writer:
@@ -177,9 +176,6 @@ class _Build:
         model = build_meta_model(config)
         names = match_parameters(self.checkpoint, model)
         exported = export_model(model)
-        self.context = PassContext(
-            self.context.body_format, self.context.head_format, self.kv_dtype, exported.num_layers
-        )
         return import_graph(exported, names)
 
     def lower(self, graph: fx.Graph, config: Any) -> PipelineReport:
@@ -259,10 +255,10 @@ class _Build:
             "model": {
                 "architecture": type(config).__name__.removesuffix("Config"),
                 "vocab_size": program.vocab_size,
-                "num_layers": self.context.num_layers,
+                "num_layers": report.counts["kv_layout"],
                 "max_model_len": self.max_model_len,
                 "precision": self.options.precision,
-                "kv_dtype": self.kv_dtype,
+                "kv_dtype": self.context.kv_dtype,
                 "page_size": PAGE_SIZE,
                 "kv_bytes_per_token": page_bytes // PAGE_SIZE,
             },

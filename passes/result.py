@@ -13,13 +13,12 @@ class PassContext:
     """What a pass may depend on besides the graph.
 
     body_format / head_format: how linears, and the head and token embedding, are stored ("f32", "bf16", "w8", "w4").
-    kv_dtype: "f32" or "bf16". max_model_len: longest sequence, bounds learned position tables.
+    kv_dtype: "f32" or "bf16".
     """
 
     body_format: str = "f32"
     head_format: str = "f32"
     kv_dtype: str = "f32"
-    num_layers: int = 0
 
 
 @dataclass(frozen=True)

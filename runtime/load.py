@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from llmc.runtime.server.model import SamplingDefaults, ServedModel
 from llmc.runtime.targets import choose_target
 from llmc.runtime.threads import default_threads
 
+log = logging.getLogger(__name__)
 _KV_SHARE = 0.3
 """Of the available memory, for the KV pool when the user does not say."""
 
@@ -81,8 +83,8 @@ def _available_memory() -> int:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (OSError, ValueError, IndexError) as error:
+        log.warning("/proc/meminfo does not say how much memory is available: %s", error)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 

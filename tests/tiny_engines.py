@@ -56,7 +56,7 @@ def _imported(family: str) -> tuple[fx.Graph, Reader]:
 def lowered(family: str, precision: str = "fp32") -> Lowered:
     graph, reader = _imported(family)
     graph = copy.deepcopy(graph)
-    run_pipeline(graph, PassContext(*PRECISIONS[precision], num_layers=2))
+    run_pipeline(graph, PassContext(*PRECISIONS[precision]))
     program = select_kernels(graph)
     return Lowered(graph, reader, program, emit_unit(program))
 

@@ -16,6 +16,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from llmc.cache import cache_dir
 from llmc.errors import UserError
 from llmc.runtime.targets import Target
 
@@ -24,12 +25,6 @@ _FLAGS = (
     "-O3 -std=c++20 -nostdlib++ -fno-exceptions -fno-rtti -ffp-contract=off -fno-math-errno -fno-sanitize=undefined "
     "-fvisibility=hidden -shared -fPIC -s -g0 -Wl,--build-id=none -pthread"
 ).split()
-
-
-def cache_dir() -> Path:
-    """Where llmc keeps what can be made again: $XDG_CACHE_HOME/llmc or ~/.cache/llmc."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "llmc"
 
 
 def _writable(directory: Path) -> bool:

@@ -123,19 +123,9 @@ def test_a_missing_toolchain_says_how_to_get_it(monkeypatch: Any) -> None:
         compile_unit(UNIT, parse_target("native"))
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: Any) -> None:
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: Any, tmp_path: Path) -> None:
     """zig itself would try for ever."""
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    assert load_code_answer(compile_unit(UNIT, parse_target("native"))) == 42
-
-
-def load_code_answer(code: bytes) -> int:
-    import os
-    import tempfile
-
-    with tempfile.NamedTemporaryFile(suffix=".so", delete=False) as file:
-        file.write(code)
-    try:
-        return int(ctypes.CDLL(file.name).answer())
-    finally:
-        os.unlink(file.name)
+    path = tmp_path / "unit.so"
+    path.write_bytes(compile_unit(UNIT, parse_target("native")))
+    assert ctypes.CDLL(str(path)).answer() == 42

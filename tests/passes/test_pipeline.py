@@ -43,7 +43,7 @@ def test_family_lowers_to_the_dialect_and_keeps_its_logits(family: str) -> None:
     model = tiny_model(family)
     graph = _import(family)
     reader, probe = _reader(model), probe_batch(VOCAB)
-    report = run_pipeline(graph, PassContext(num_layers=2), (probe, reader))
+    report = run_pipeline(graph, PassContext(), (probe, reader))
 
     counts = report.counts
     found = tuple(counts[n] for n in ("norms", "rope", "activations", "merge_linears", "epilogue"))
@@ -58,14 +58,14 @@ def test_family_lowers_to_the_dialect_and_keeps_its_logits(family: str) -> None:
 
 def test_quantised_graph_stays_near_the_float_graph() -> None:
     model, graph = tiny_model("llama"), _import("llama")
-    report = run_pipeline(graph, PassContext("w8", "w8", "bf16", 2), (probe_batch(VOCAB), _reader(model)))
+    report = run_pipeline(graph, PassContext("w8", "w8", "bf16"), (probe_batch(VOCAB), _reader(model)))
     assert report.counts["quantize"] == 2 * 4 + 2  # qkv, o, gate+up, down per layer; head and embedding
     assert 0 < report.changes["quantize"] < 0.05
 
 
 def test_a_tied_table_is_one_weight() -> None:
     graph = _import("llama", tie_word_embeddings=True)
-    run_pipeline(graph, PassContext(num_layers=2))
+    run_pipeline(graph, PassContext())
     tables = [n for n in graph.nodes if "weight" in n.meta and n.meta["weight"].shape == (VOCAB, 64)]
     assert len(tables) == 1 and len(tables[0].users) == 2
 
@@ -74,14 +74,14 @@ def test_the_listing_is_stable() -> None:
     listings = []
     for _ in range(2):
         graph = _import("qwen3")
-        run_pipeline(graph, PassContext(num_layers=2))
+        run_pipeline(graph, PassContext())
         listings.append(listing(graph))
     assert listings[0] == listings[1]
 
 
 def test_dump_writes_a_file_per_pass_with_counts(tmp_path: Any) -> None:
     graph = _import("gpt_neox")
-    run_pipeline(graph, PassContext(num_layers=2), dump=tmp_path)
+    run_pipeline(graph, PassContext(), dump=tmp_path)
     files = sorted(p.name for p in tmp_path.iterdir())
     assert len(files) == len(PIPELINE) + 1 and files[0] == "00_import.txt"
     assert (tmp_path / "09_split_heads.txt").read_text().startswith("# pass split_heads: 2 rewrites")
@@ -90,7 +90,7 @@ def test_dump_writes_a_file_per_pass_with_counts(tmp_path: Any) -> None:
 def test_reading_weights_in_blocks_gives_the_same_rows() -> None:
     model = tiny_model("gpt_neox")
     graph = _import("gpt_neox")
-    run_pipeline(graph, PassContext(num_layers=2))
+    run_pipeline(graph, PassContext())
     reader = _reader(model)
     for node in graph.nodes:
         ref = node.meta.get("weight")
