@@ -68,7 +68,8 @@ def linear(
     """x [T, K], weight [N, K] (gated: [2N, K], gate rows then up rows) -> [T, N].
 
     y = act(x W^T + b), gated: act(gate) * up; then + residual. `format` is how the weight is stored and multiplied:
-    f32, bf16 (activations float32), w8 or w4 (integer products: activations quantised per token and group of 32).
+    f32, bf16 (activations float32), w8 or w4 (integer products: activations quantised per token and group of 32), w8a16
+    or w4a16 (the same weights, activations as they are).
     """
     n = weight.shape[0] // (2 if gated else 1)
     if x.is_meta or weight.is_meta:

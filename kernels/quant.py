@@ -4,6 +4,7 @@ the accuracy report share.
 f32   as is. bf16: rounded to nearest even.
 w8    symmetric int8, groups of 32 along K, scale in float16 rounded up, so that |q| <= 127.
 w4    asymmetric uint4, groups of 32 along K: value = scale * q + minimum, both float16.
+w8a16, w4a16  those weights, with activations that are not quantised.
 Activations of w8 and w4 are int8, symmetric, per token and group of 32, scale float32.
 K is padded with zeros to a multiple of 32.
 """
@@ -23,7 +24,12 @@ def fake_quantize(w: Tensor, format: str) -> Tensor:
     """The float32 values [N, K] that a weight has after it was stored in `format`."""
     if format == "f32":
         return w
-    return torch.from_numpy(pack.fake_quantize(format, w.detach().numpy()))
+    return torch.from_numpy(pack.fake_quantize(stored_format(format), w.detach().numpy()))
+
+
+def stored_format(format: str) -> str:
+    """How a weight of a linear's format lies in the plan: "w8" for "w8a16"."""
+    return format.removesuffix("a16")
 
 
 def fake_quantize_activations(x: Tensor) -> Tensor:

@@ -1,31 +1,33 @@
 """The table of contents of the compiler: one function that strings its stages together.
 
-checkpoint -> FX graph (frontend) -> lowered graph (passes) -> kernels and C++ (codegen) -> engine.plan, with the
+checkpoint -> FX graph (frontend) -> lowered graph (passes) -> C++ and GPU launches (codegen) -> engine.plan, with the
 accuracy report measured on the code that goes into the plan.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import platform
 import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import fx
 
-import llmc
 from llmc import accuracy
 from llmc.codegen.cpu.compile import compile_unit
 from llmc.codegen.cpu.emit import emit_unit
 from llmc.codegen.cpu.program import Program, select_kernels
 from llmc.codegen.plan_writer import PlanWriter
+from llmc.codegen.triton.compile import HipTarget, find_hip_target
+from llmc.codegen.triton.emit import count_kernels, emit_archive
+from llmc.codegen.triton.launch import GpuProgram
+from llmc.codegen.triton.select import select_launches
+from llmc.codegen.weights import WeightTable
 from llmc.errors import UserError
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.export import build_meta_model, export_model
@@ -34,17 +36,30 @@ from llmc.frontend.source import resolve
 from llmc.frontend.tokenizer import TokenizerAssets, load_tokenizer
 from llmc.frontend.tokens_major import import_graph
 from llmc.kernels.weights import Reader
+from llmc.manifest import (
+    DATA,
+    accuracy_section,
+    generation_section,
+    gpu_section,
+    model_section,
+    provenance_section,
+    tokenizer_section,
+    weight_section,
+)
 from llmc.passes.pipeline import PipelineReport, listing, probe_batch, run_pipeline
 from llmc.passes.result import PassContext
+from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget, find_cuda_target
 from llmc.runtime.detokenizer import TextCodec
 from llmc.runtime.executor import PAGE_SIZE, CpuExecutor, ExecutorConfig
 from llmc.runtime.targets import CPU_TARGETS, Target, parse_target, runnable_targets
 from llmc.runtime.threads import default_threads
 
-DATA = Path(__file__).parent / "data"
 FORMATS = {"fp32": ("f32", "f32", "f32"), "bf16": ("bf16", "bf16", "bf16"),
            "int8": ("w8", "w8", "bf16"), "int4": ("w4", "w8", "bf16")}  # fmt: skip
 """precision -> (format of linears, format of head and token embedding, KV dtype)"""
+KV_DTYPES = {"fp32": "f32", "bf16": "bf16", "int8": "int8"}
+"""--kv-cache-dtype -> KV dtype"""
+GpuTarget = CudaTarget | HipTarget
 
 
 class Progress(Protocol):
@@ -60,6 +75,8 @@ class BuildOptions:
     """The flags of `llmc build`; see its help. targets: names as the user wrote them, () is every CPU target."""
 
     precision: str = "int8"
+    weight_only: bool = False
+    kv_cache_dtype: str | None = None
     targets: tuple[str, ...] = ()
     max_model_len: int | None = None
     check_passes: bool = False
@@ -77,14 +94,45 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress) -
 
     Raises UserError for whatever the user can mend; then nothing is left at `output` that was not there before.
     """
-    targets = _targets(options)
+    targets = parse_targets(options.targets)
+    context = pass_context(options)
     _check_output(output)
     progress.stage("resolve")
     checkpoint = open_checkpoint(resolve(model, sha256=options.sha256, revision=options.revision))
     try:
-        return _Build(checkpoint, output, options, targets, progress).run()
+        return _Build(checkpoint, output, options, targets, context, progress).run()
     finally:
         checkpoint.close()
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What to compile for, in the order in which the plan lists it."""
+
+    cpu: tuple[Target, ...]
+    gpu: tuple[GpuTarget, ...]
+
+    @property
+    def names(self) -> list[str]:
+        return [t.name for t in (*self.cpu, *self.gpu)]
+
+
+def parse_targets(names: tuple[str, ...]) -> Targets:
+    """Raises UserError for a name that is not known. No name: every CPU target."""
+    cuda = {find_cuda_target(n) for n in names if n.startswith("cuda")}
+    hip = [find_hip_target(n) for n in dict.fromkeys(names) if n.startswith("hip")]
+    cpu = [parse_target(n) for n in names if not n.startswith(("cuda", "hip"))] if names else list(CPU_TARGETS)
+    return Targets(tuple(t for t in CPU_TARGETS if t in cpu), (*(t for t in CUDA_TARGETS if t in cuda), *hip))
+
+
+def pass_context(options: BuildOptions) -> PassContext:
+    """Raises UserError for flags that do not go together."""
+    body, head, kv = FORMATS[options.precision]
+    if options.weight_only:
+        if options.precision not in ("int8", "int4"):
+            raise UserError("--weight-only: needs --int8 or --int4; other weights are not quantised")
+        body, head = f"{body}a16", f"{head}a16"
+    return PassContext(body, head, KV_DTYPES[options.kv_cache_dtype] if options.kv_cache_dtype else kv)
 
 
 def _check_output(output: Path) -> None:
@@ -97,9 +145,14 @@ def _check_output(output: Path) -> None:
         raise UserError(f"-o {output}: there is no directory {output.parent}; make it first")
 
 
-def _targets(options: BuildOptions) -> list[Target]:
-    wanted = [parse_target(name) for name in options.targets] or list(CPU_TARGETS)
-    return [t for t in CPU_TARGETS if t in wanted]
+@dataclass(frozen=True)
+class _Code:
+    """What codegen selected: the weights that a plan holds, the CPU's program with its C++, the GPU's launches."""
+
+    table: WeightTable
+    program: Program | None
+    gpu_program: GpuProgram | None
+    source: str = ""
 
 
 class _Build:
@@ -110,13 +163,22 @@ class _Build:
         checkpoint: Checkpoint,
         output: Path,
         options: BuildOptions,
-        targets: list[Target],
+        targets: Targets,
+        context: PassContext,
         progress: Progress,
     ) -> None:
         self.checkpoint, self.output, self.options = checkpoint, output, options
-        self.targets, self.progress = targets, progress
+        self.targets, self.context, self.progress = targets, context, progress
         self.reader: Reader = checkpoint.read
-        self.context = PassContext(*FORMATS[options.precision])
+        self.measured_on = self._measuring_target()
+
+    def _measuring_target(self) -> Target | None:
+        """The CPU target whose code the accuracy report runs. A plan for GPUs alone is measured on CPU code that is not
+        stored (docs/gpu.md says what differs); there is none for weight-only products and int8 KV."""
+        runnable = runnable_targets()
+        if self.targets.cpu or self.context.body_format.endswith("a16") or self.context.kv_dtype == "int8":
+            return next((t for t in runnable if t in self.targets.cpu), None)
+        return runnable[0] if runnable else None
 
     def run(self) -> dict[str, Any]:
         config = self.checkpoint.hf_config()
@@ -129,12 +191,13 @@ class _Build:
         report = self.lower(graph, config)
         if float32 is not None:
             run_pipeline(float32, PassContext())
-        program = select_kernels(graph)
-        source = emit_unit(program)
+        code = self.select(graph, measured=tokens is not None)
         with PlanWriter(self.output) as writer:
-            code = self.write_segments(writer, program, source, graph, assets)
-            result = self.evaluate(writer, float32, code, tokens)
-            manifest = self.manifest(program, report, assets, result, config)
+            cpu = self.write_code(writer, code)
+            gpu = self.write_gpu_code(writer, code)
+            self.write_assets(writer, graph, assets)
+            result = self.evaluate(writer, float32, cpu, tokens)
+            manifest = self.manifest(code, gpu, report, assets, result, config)
             engine_id = writer.finish(manifest)
         return manifest | {"engine_id": engine_id, "file_size": self.output.stat().st_size}
 
@@ -155,8 +218,9 @@ class _Build:
             if options.max_kl is not None:
                 raise UserError("--max-kl needs the accuracy report; leave out --no-eval")
             return None
-        if assets is None or not [t for t in self.targets if t in runnable_targets()]:
-            why = "the checkpoint has no tokenizer" if assets is None else "no target runs on this machine"
+        if assets is None or self.measured_on is None:
+            why = "no target runs on this machine" if self.targets.cpu else "the CPU has no code of this arithmetic"
+            why = "the checkpoint has no tokenizer" if assets is None else why
             if options.max_kl is not None or options.eval_text is not None:
                 raise UserError(f"no accuracy report can be made: {why}")
             self.progress.stage(f"no accuracy report: {why}")
@@ -183,32 +247,49 @@ class _Build:
         self.progress.stage("passes")
         return run_pipeline(graph, self.context, probe, self.options.dump_ir)
 
-    def write_segments(
-        self,
-        writer: PlanWriter,
-        program: Program,
-        source: str,
-        graph: fx.Graph,
-        assets: TokenizerAssets | None,
-    ) -> dict[str, bytes]:
-        """Compiles in the background while the weights are packed. Returns the code by target."""
-        with ThreadPoolExecutor(len(self.targets)) as pool:
+    def select(self, graph: fx.Graph, measured: bool) -> _Code:
+        """Kernels for the CPU, if it has a part in this build, and launches for GPUs; both read one set of weights."""
+        program = select_kernels(graph) if self.targets.cpu or measured else None
+        table = program.weights if program is not None else WeightTable()
+        gpu = select_launches(graph, table, "bf16") if self.targets.gpu else None
+        return _Code(table, program, gpu, emit_unit(program) if program is not None else "")
+
+    def write_code(self, writer: PlanWriter, code: _Code) -> dict[str, bytes]:
+        """Compiles in the background while the weights are packed. Returns the CPU code by target."""
+        targets = list(self.targets.cpu)
+        if code.program is not None and self.measured_on is not None and self.measured_on not in targets:
+            targets.append(self.measured_on)
+        with ThreadPoolExecutor(max(1, len(targets))) as pool:
             self.progress.stage("compile")
-            jobs = {t.name: pool.submit(compile_unit, source, t, self.options.cxx) for t in self.targets}
-            table = program.weights
+            jobs = {t.name: pool.submit(compile_unit, code.source, t, self.options.cxx) for t in targets}
+            table = code.table
             stored = sum(e.size for e in table.entries)
             with self.progress.bar("pack weights", stored, "B") as advance:
                 self.weights = writer.add_blocks("weights", table.size, table.blocks(self.reader), advance)
-            code = {name: job.result() for name, job in jobs.items()}
-        for name, data in code.items():
-            writer.add(f"code/{name}", data)
-        writer.add("source/step.cpp", source.encode())
+            compiled = {name: job.result() for name, job in jobs.items()}
+        for target in self.targets.cpu:
+            writer.add(f"code/{target.name}", compiled[target.name])
+        if self.targets.cpu:
+            writer.add("source/step.cpp", code.source.encode())
+        return compiled
+
+    def write_gpu_code(self, writer: PlanWriter, code: _Code) -> dict[str, bytes]:
+        """Compiles the launches for every GPU target. Returns the archives by target."""
+        archives = {}
+        for target in self.targets.gpu:
+            assert code.gpu_program is not None
+            total = count_kernels(code.gpu_program, target)
+            with self.progress.bar(f"compile {target.name}", total, "kernel") as advance:
+                archives[target.name] = emit_archive(code.gpu_program, target, advance)
+            writer.add(f"code/{target.name}", archives[target.name])
+        return archives
+
+    def write_assets(self, writer: PlanWriter, graph: fx.Graph, assets: TokenizerAssets | None) -> None:
         writer.add("ir/lowered.txt", "\n".join(listing(graph)).encode())
         if assets is not None:
             writer.add("tokenizer.json", assets.tokenizer_json)
             if assets.chat_template is not None:
                 writer.add("chat_template.jinja", assets.chat_template.encode())
-        return code
 
     def evaluate(
         self, writer: PlanWriter, graph: fx.Graph | None, code: dict[str, bytes], tokens: list[int] | None
@@ -217,10 +298,10 @@ class _Build:
             return None
         need = accuracy.memory_needed(graph, len(tokens))
         self.progress.stage(f"accuracy report: takes about {need / 2**20:.0f} MiB (--no-eval skips it)")
-        target = next(t for t in runnable_targets() if t.name in code)
+        assert self.measured_on is not None
         pages = -(-len(tokens) // PAGE_SIZE)
         config = ExecutorConfig(accuracy.ROWS, accuracy.ROWS, pages, default_threads())
-        executor = CpuExecutor(code[target.name], writer.map_segment(self.weights), config)
+        executor = CpuExecutor(code[self.measured_on.name], writer.map_segment(self.weights), config)
         try:
             with self.progress.bar("accuracy", len(tokens), "tok") as advance:
                 seen = 0
@@ -238,84 +319,54 @@ class _Build:
             raise UserError(f"mean KL {result.kl:.4g} is over --max-kl {limit:g}; no plan was written")
         return result
 
-    # ---- what the plan says of itself
-
     def manifest(
         self,
-        program: Program,
+        code: _Code,
+        gpu: dict[str, bytes],
         report: PipelineReport,
         assets: TokenizerAssets | None,
         result: accuracy.Accuracy | None,
         config: Any,
     ) -> dict[str, Any]:
-        page_bytes = sum(slot.page_bytes for slot in program.kv_slots)
-        weight_bytes = sum(e.size for e in program.weights.entries)
+        """What the plan says of itself."""
+        slots = _kv_page_bytes(code)
+        layers, vocab_size = report.counts["kv_layout"], _vocab_size(code)
+        model = model_section(config, vocab_size, layers, self.max_model_len, slots) | {
+            "precision": self.options.precision + (" weight-only" if self.options.weight_only else ""),
+            "kv_dtype": self.context.kv_dtype,
+        }
+        memory: dict[str, Any] = {"weight_bytes": sum(e.size for e in code.table.entries)}
+        if code.program is not None and self.targets.cpu:
+            memory |= {f"arena_bytes_per_{name}": code.program.peaks[f"{name}s"] for name in ("token", "row")}
+        if code.gpu_program is not None:
+            memory["gpu"] = gpu_section(code.gpu_program, gpu)
         return {
             "format": "llmc.plan",
-            "model": {
-                "architecture": type(config).__name__.removesuffix("Config"),
-                "vocab_size": program.vocab_size,
-                "num_layers": report.counts["kv_layout"],
-                "max_model_len": self.max_model_len,
-                "precision": self.options.precision,
-                "kv_dtype": self.context.kv_dtype,
-                "page_size": PAGE_SIZE,
-                "kv_bytes_per_token": page_bytes // PAGE_SIZE,
-            },
-            "targets": [t.name for t in self.targets],
-            "tokenizer": _tokenizer(assets),
-            "generation_config": _plain(self.checkpoint.generation_config),
-            "weights": [_weight(e) for e in program.weights.entries],
-            "memory": {
-                "weight_bytes": weight_bytes,
-                "arena_bytes_per_token": program.peaks["tokens"],
-                "arena_bytes_per_row": program.peaks["rows"],
-            },
-            "accuracy": self.accuracy(result),
-            "provenance": self.provenance(report),
+            "model": model,
+            "targets": self.targets.names,
+            "tokenizer": tokenizer_section(assets),
+            "generation_config": generation_section(self.checkpoint.generation_config),
+            "weights": [weight_section(e) for e in code.table.entries],
+            "memory": memory,
+            "accuracy": accuracy_section(result, self.options.eval_text),
+            "provenance": provenance_section(self.checkpoint, report, self.options.cxx, bool(gpu)),
         }
 
-    def accuracy(self, result: accuracy.Accuracy | None) -> dict[str, Any] | None:
-        if result is None:
-            return None
-        path = self.options.eval_text or DATA / "eval.txt"
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        text = "llmc/data/eval.txt" if self.options.eval_text is None else path.name
-        return result.manifest() | {"text": text, "text_sha256": digest, "against": "float32 graph"}
 
-    def provenance(self, report: PipelineReport) -> dict[str, Any]:
-        tools = ("torch", "transformers", "ziglang", "numpy", "tokenizers")
-        return {
-            "checkpoint": {"name": self.checkpoint.source_label, "sha256": self.checkpoint.digest},
-            "llmc": llmc.__version__,
-            "tools": {name: metadata.version(name).partition("+")[0] for name in tools},
-            "compiler": Path(self.options.cxx).name if self.options.cxx else "zig c++",
-            "passes": [{"name": name, "count": count} for name, count in report.counts.items()],
-        }
+def _kv_page_bytes(code: _Code) -> int:
+    if code.program is not None:
+        return sum(slot.page_bytes for slot in code.program.kv_slots)
+    assert code.gpu_program is not None
+    return sum(layer.page_bytes for layer in code.gpu_program.kv)
+
+
+def _vocab_size(code: _Code) -> int:
+    program = code.program or code.gpu_program
+    assert program is not None
+    return program.vocab_size
 
 
 def peak_memory() -> int:
     """Peak resident memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if platform.system() == "Darwin" else 1024)
-
-
-def _weight(entry: Any) -> dict[str, Any]:
-    shape = entry.ref.shape if entry.ref is not None else tuple(entry.constant.shape)
-    name = entry.ref.describe() if entry.ref is not None else "constant"
-    short = name if len(name) <= 400 else f"{name[:380]}… #{hashlib.sha256(name.encode()).hexdigest()[:12]}"
-    return {"name": short, "shape": list(shape), "format": entry.format, "gated": entry.gated,
-            "offset": entry.offset, "size": entry.size}  # fmt: skip
-
-
-def _tokenizer(assets: TokenizerAssets | None) -> dict[str, Any] | None:
-    if assets is None:
-        return None
-    return {"eos_token_ids": list(assets.eos_token_ids), "special_tokens": dict(assets.special_tokens),
-            "add_bos": assets.add_bos}  # fmt: skip
-
-
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """The scalar fields of generation_config.json that mean something to sampling."""
-    kept = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
-    return {k: v for k, v in config.items() if k in kept and isinstance(v, bool | int | float)}

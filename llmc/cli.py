@@ -53,12 +53,21 @@ def main() -> None:
 @click.option("--int4", "precision", flag_value="int4", help="4-bit weights, 8-bit activations and head.")
 @click.option("--bf16", "precision", flag_value="bf16", help="bfloat16 weights, float32 activations.")
 @click.option("--fp32", "precision", flag_value="fp32", help="float32 throughout.")
+@click.option(
+    "--weight-only", is_flag=True, help="Keep activations in 16 bits (with --int8, --int4; GPU targets only)."
+)
+@click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(["fp32", "bf16", "int8"]),
+    help="Default: fp32 with --fp32, else bf16. int8: GPU targets only.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("engine.plan"), show_default=True)
 @click.option(
     "--target",
     "targets",
     multiple=True,
-    help="cpu:x86-64-v4, cpu:x86-64-v3, cpu:x86-64 or native; may be repeated. Default: all.",
+    help="cpu:x86-64-v4, cpu:x86-64-v3, cpu:x86-64, cpu:native; cuda:sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 "
+    "(no GPU is needed); hip:gfx942 (experimental). May be repeated. Default: all of the CPU.",
 )
 @click.option("--max-model-len", type=int, help="Longest sequence; default: the model's context.")
 @click.option("--check-passes", is_flag=True, help="Run the graph before and after every pass and compare.")
@@ -109,18 +118,31 @@ _PLAN = click.argument("plan", type=click.Path(path_type=Path))
 def _engine_options(command: Any) -> Any:
     """Options that `serve` and `run` share."""
     for option in (
-        click.option("--threads", type=int, help="Default: the physical cores that this process may use."),
+        click.option("--threads", type=int, help="On the CPU. Default: the physical cores that this process may use."),
+        click.option(
+            "--device",
+            type=click.Choice(["auto", "cpu", "cuda"]),
+            default="auto",
+            show_default=True,
+            help="auto: the GPU where there is one that the plan has code for.",
+        ),
+        click.option(
+            "--gpu-memory-utilization",
+            type=click.FloatRange(0, 1, min_open=True),
+            default=0.9,
+            show_default=True,
+            help="Share of the GPU's memory for weights, activations and KV pool.",
+        ),
         click.option(
             "--kv-cache-memory",
             type=size,
-            help="Size of the KV pool, e.g. 2GiB. Default: for all sequences, at most 30 % of free memory.",
+            help="Size of the KV pool, e.g. 2GiB. Default: for all sequences, at most 30 % of free memory on the CPU, "
+            "what --gpu-memory-utilization leaves on a GPU.",
         ),
         click.option(
             "--max-num-batched-tokens",
             type=int,
-            default=512,
-            show_default=True,
-            help="Token budget of a step.",
+            help="Token budget of a step. Default: 512 on the CPU, 2048 on a GPU.",
         ),
         click.option("--max-model-len", type=int, help="Longest sequence; default: the plan's."),
     ):
@@ -218,7 +240,7 @@ def run(
 @click.option("--json", "as_json", is_flag=True, help="The whole manifest as JSON.")
 def inspect(plan: Path, as_json: bool) -> None:
     """Says what PLAN holds: model, targets, accuracy, provenance, segments."""
-    from llmc.inspect import segments, summary
+    from llmc.inspect import gpu_kernels, segments, summary
     from llmc.runtime.plan import Plan, manifest_fields
 
     opened = Plan.open(plan, verify=False)
@@ -226,10 +248,27 @@ def inspect(plan: Path, as_json: bool) -> None:
         click.echo(json.dumps(opened.manifest | {"engine_id": opened.engine_id}, indent=2, sort_keys=True))
         return
     with manifest_fields(plan):
-        text = summary(opened.manifest)
+        text = "\n".join(filter(None, [summary(opened.manifest), gpu_kernels(opened)]))
     click.echo(f"{plan}: {plan.stat().st_size / 2**20:.1f} MiB, engine {opened.engine_id[:16]}")
     click.echo(text)
     click.echo(segments(opened))
+
+
+@main.command()
+@_PLAN
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Default: PLAN itself, replaced when all is done."
+)
+def tune(plan: Path, output: Path | None) -> None:
+    """Times PLAN's alternative GPU kernels on this machine's GPU and writes the choice into the plan."""
+    from llmc.runtime.load import LoadOptions
+    from llmc.runtime.plan import Plan
+    from llmc.tune import tune_plan
+
+    opened = Plan.open(plan)
+    output = output or plan
+    engine_id = tune_plan(opened, output, LoadOptions(), lambda line: click.echo(line))
+    click.echo(f"{output}: tuned, engine {engine_id[:16]}")
 
 
 @main.command()

@@ -16,12 +16,13 @@ from llmc.passes.match import calls, shape
 from llmc.passes.result import PassContext, PassResult
 
 PAGE_SIZE = 16
-_BYTES = {"f32": 4, "bf16": 2}
+_BYTES = {"f32": 4, "bf16": 2, "int8": 1}
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class KVSlot:
-    """layer, KV heads, head size, element type, and bytes of one page of this layer (keys and values)."""
+    """layer, KV heads, head size, element type ("int8": with a float32 scale per position and head)."""
 
     layer: int
     heads: int
@@ -29,8 +30,15 @@ class KVSlot:
     dtype: str
 
     @property
+    def value_bytes(self) -> int:
+        """Bytes of the values (or keys) of one page, without scales."""
+        return PAGE_SIZE * self.heads * self.head_dim * _BYTES[self.dtype]
+
+    @property
     def page_bytes(self) -> int:
-        return 2 * PAGE_SIZE * self.heads * self.head_dim * _BYTES[self.dtype]
+        """Bytes of one page of this layer: keys, values and their scales."""
+        scales = PAGE_SIZE * self.heads * _SCALE_BYTES if self.dtype == "int8" else 0
+        return 2 * (self.value_bytes + scales)
 
 
 def run(graph: fx.Graph, ctx: PassContext) -> PassResult:

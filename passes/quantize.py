@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from llmc.kernels.dialect import OPS
+from llmc.kernels.quant import stored_format
 from llmc.passes.match import calls
 from llmc.passes.result import PassContext, PassResult
 
@@ -24,7 +25,7 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
         if node.args[0].name != "tokens":
             skipped.append((node.name, "a position table stays float32"))
             continue
-        node.args = (*node.args[:4], ctx.head_format)
+        node.args = (*node.args[:4], stored_format(ctx.head_format))
         count += ctx.head_format != "f32"
     return PassResult(count, skipped)
 

@@ -12,8 +12,8 @@ from torch import fx
 class PassContext:
     """What a pass may depend on besides the graph.
 
-    body_format / head_format: how linears, and the head and token embedding, are stored ("f32", "bf16", "w8", "w4").
-    kv_dtype: "f32" or "bf16".
+    body_format / head_format: how linears, and the head and token embedding, are stored and multiplied ("f32", "bf16",
+    "w8", "w4", "w8a16", "w4a16"). kv_dtype: "f32", "bf16" or "int8".
     """
 
     body_format: str = "f32"

@@ -14,6 +14,12 @@ import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
+PAGE_SIZE = 16
+"""Positions in one page of the KV pool."""
+
+
+class ExecutorLost(RuntimeError):
+    """The device under an executor is gone: no later step of it can succeed, only a new process helps."""
 
 
 @dataclass(frozen=True)

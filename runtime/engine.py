@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from llmc.runtime.batch import Executor, StepOutput
+from llmc.runtime.batch import Executor, ExecutorLost, StepOutput
 from llmc.runtime.batching import build_batch
 from llmc.runtime.config import EngineConfig as EngineConfig
 from llmc.runtime.detokenizer import TextCodec
@@ -67,6 +67,7 @@ class Engine:
         self._capacity = self._max_num_seqs + config.max_queue
         self._live: dict[str, _Live] = {}
         self._touched: set[Sink] = set()
+        self._lost = False
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
@@ -87,7 +88,8 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        """The engine's thread runs, and its executor has not lost its device."""
+        return self._thread.is_alive() and not self._lost
 
     @property
     def is_draining(self) -> bool:
@@ -194,6 +196,8 @@ class Engine:
             raise RequestError(f"{count} sequences in one request are more than this server holds ({self._capacity})")
         ids = [request.request_id for request in requests]
         with self._changed:
+            if self._lost:
+                raise EngineUnavailable("the device is lost; restart the server", code="service_unavailable")
             if self.is_draining or not self._thread.is_alive():
                 raise EngineUnavailable("the server is shutting down", code="service_unavailable")
             if self._unfinished + count > self._capacity:
@@ -268,7 +272,8 @@ class Engine:
             tokens = output.tokens.tolist()
             if len(tokens) != sum(chunk.samples for chunk in chunks):
                 raise RuntimeError(f"the executor sampled {len(tokens)} tokens for {len(chunks)} chunks")
-        except Exception:
+        except Exception as error:
+            self._lost = self._lost or isinstance(error, ExecutorLost)
             ids = list(dict.fromkeys(chunk.sequence.request.request_id for chunk in chunks))
             log.exception("a step failed; its requests end with an error: %s", ", ".join(ids))
             for request_id in ids:

@@ -15,18 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from llmc.errors import UserError
-from llmc.runtime.batch import Batch, Float32, Int32, RowSampling, StepOutput
+from llmc.runtime.batch import PAGE_SIZE as PAGE_SIZE
+from llmc.runtime.batch import Batch, StepOutput
+from llmc.runtime.batch_check import check_batch
 from llmc.runtime.plan import ABI_VERSION
+from llmc.runtime.sampling_rows import pack_sampling
 
-PAGE_SIZE = 16
-_ROW_SAMPLING = np.dtype(
-    [
-        ("temperature", "<f4"), ("top_p", "<f4"), ("min_p", "<f4"), ("repetition_penalty", "<f4"),
-        ("presence_penalty", "<f4"), ("frequency_penalty", "<f4"), ("top_k", "<i4"), ("num_penalty", "<i4"),
-        ("num_bias", "<i4"), ("penalty_offset", "<i4"), ("bias_offset", "<i4"), ("reserved", "<i4"),
-        ("seed", "<u8"), ("reserved2", "<u8"),
-    ]
-)  # fmt: skip
 _POINTERS = ("tokens", "positions", "query_start", "block_tables", "rows", "sampling", "penalty_tokens",
              "penalty_counts", "bias_tokens", "bias_values", "out_tokens", "out_logprobs", "logits")  # fmt: skip
 
@@ -113,9 +107,9 @@ class CpuExecutor:
         """Runs a batch. Raises ValueError for one that is inconsistent: nothing of it reaches the machine code."""
         if self._engine is None:
             raise RuntimeError("the executor is closed")
-        self._check(batch)
+        check_batch(batch, self)
         rows = len(batch.rows)
-        sampling, flat = _pack_sampling(batch.sampling)
+        sampling, flat = pack_sampling(batch.sampling)
         out_tokens, out_logprobs = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
         logits = np.empty((rows, self.vocab_size), np.float32) if batch.want_logits else None
         arrays: dict[str, npt.NDArray[np.generic] | None] = {
@@ -128,38 +122,6 @@ class CpuExecutor:
         if self._library.llmc_step(self._engine, ctypes.byref(view)):
             raise ValueError("the batch is larger than the engine's arena")
         return StepOutput(out_tokens, out_logprobs, logits)
-
-    def _check(self, batch: Batch) -> None:
-        """The machine code trusts its batch, so every index is checked here."""
-        tokens, rows, starts = batch.tokens, batch.rows, batch.query_start
-        arrays = (tokens, batch.positions, starts, batch.block_tables, rows)
-        if any(a.dtype != np.int32 or not a.flags.c_contiguous for a in arrays):
-            raise ValueError("batch arrays must be contiguous int32")
-        if batch.block_tables.ndim != 2 or any(a.ndim != 1 for a in arrays if a is not batch.block_tables):
-            raise ValueError("block_tables must have two dimensions, the other arrays one")
-        count, seqs = len(tokens), len(starts) - 1
-        if not (0 < count <= self.max_num_tokens and 0 <= len(rows) <= self.max_num_rows):
-            raise ValueError(f"a batch of {count} tokens and {len(rows)} rows does not fit the engine")
-        if len(batch.positions) != count or batch.block_tables.shape[0] != seqs or len(batch.sampling) != len(rows):
-            raise ValueError("batch arrays differ in length")
-        if starts[0] != 0 or starts[-1] != count or (starts[1:] <= starts[:-1]).any():
-            raise ValueError("query_start does not divide the tokens")
-        if len(rows) and (rows.min() < 0 or rows.max() >= count):
-            raise ValueError("a row to sample is no token of the batch")
-        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            raise ValueError("a token id is outside the vocabulary")
-        self._check_pages(batch)
-
-    def _check_pages(self, batch: Batch) -> None:
-        tables, starts, positions = batch.block_tables, batch.query_start, batch.positions
-        if positions.min() < 0 or int(positions.max()) // PAGE_SIZE >= tables.shape[1]:
-            raise ValueError("a position lies outside its block table")
-        steps = np.diff(positions)
-        steps[starts[1:-1] - 1] = 1  # from one sequence to the next
-        if (steps != 1).any():
-            raise ValueError("positions of a sequence are not consecutive")
-        if tables.min() < 0 or tables.max() >= self.num_pages:
-            raise ValueError("a block table names a page outside the pool")
 
     def close(self) -> None:
         """Stops the threads and frees the pool; safe to call twice."""
@@ -174,39 +136,3 @@ def _anonymous(size: int, purpose: str) -> npt.NDArray[np.uint8]:
         return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"cannot reserve {size / 2**30:.1f} GiB for {purpose}: {error}") from error
-
-
-def _pack_sampling(
-    sampling: tuple[RowSampling, ...],
-) -> tuple[npt.NDArray[np.generic], dict[str, npt.NDArray[np.generic] | None]]:
-    """The rows as abi.h lays them out, and the flat penalty and bias arrays that they point into."""
-    table = np.zeros(len(sampling), _ROW_SAMPLING)
-    penalty_tokens: list[Int32] = []
-    penalty_counts: list[Int32] = []
-    bias_tokens: list[Int32] = []
-    bias_values: list[Float32] = []
-    penalty_at = bias_at = 0
-    for i, row in enumerate(sampling):
-        penalties = 0 if row.penalty_tokens is None else len(row.penalty_tokens)
-        biases = 0 if row.bias_tokens is None else len(row.bias_tokens)
-        if penalties != (0 if row.penalty_counts is None else len(row.penalty_counts)):
-            raise ValueError("penalty_tokens and penalty_counts differ in length")
-        if biases != (0 if row.bias_values is None else len(row.bias_values)):
-            raise ValueError("bias_tokens and bias_values differ in length")
-        table[i] = (
-            row.temperature, row.top_p, row.min_p, row.repetition_penalty, row.presence_penalty,
-            row.frequency_penalty, row.top_k, penalties, biases, penalty_at, bias_at, 0, row.seed, 0,
-        )  # fmt: skip
-        if row.penalty_tokens is not None and row.penalty_counts is not None:
-            penalty_tokens.append(row.penalty_tokens)
-            penalty_counts.append(row.penalty_counts)
-        if row.bias_tokens is not None and row.bias_values is not None:
-            bias_tokens.append(row.bias_tokens)
-            bias_values.append(row.bias_values)
-        penalty_at, bias_at = penalty_at + penalties, bias_at + biases
-    return table, {
-        "penalty_tokens": np.concatenate(penalty_tokens).astype(np.int32) if penalty_tokens else None,
-        "penalty_counts": np.concatenate(penalty_counts).astype(np.int32) if penalty_counts else None,
-        "bias_tokens": np.concatenate(bias_tokens).astype(np.int32) if bias_tokens else None,
-        "bias_values": np.concatenate(bias_values).astype(np.float32) if bias_values else None,
-    }

@@ -44,7 +44,7 @@ class Lowered:
 
 
 @cache
-def _imported(family: str) -> tuple[fx.Graph, Reader]:
+def imported(family: str) -> tuple[fx.Graph, Reader]:
     model = tiny_model(family)
     values = {k: v.detach().numpy() for k, v in model.state_dict().items()}
     meta = build_meta_model(tiny_config(family))
@@ -54,7 +54,7 @@ def _imported(family: str) -> tuple[fx.Graph, Reader]:
 
 @cache
 def lowered(family: str, precision: str = "fp32") -> Lowered:
-    graph, reader = _imported(family)
+    graph, reader = imported(family)
     graph = copy.deepcopy(graph)
     run_pipeline(graph, PassContext(*PRECISIONS[precision]))
     program = select_kernels(graph)

@@ -209,6 +209,10 @@ class _Selector:
 
     def linear(self, node: fx.Node) -> None:
         x, w, bias, residual, act, gated, format = node.args
+        if format.endswith("a16"):
+            raise UserError(
+                f"linear at {self.path}: the CPU backend has no weight-only product; name GPU targets only (--target)"
+            )
         ref, domain = w.meta["weight"], self.domain(x)
         weight = self.weight(self.program.weights.matrix(ref, format, gated))
         n, k = ref.shape[0] // (2 if gated else 1), ref.shape[1]
@@ -265,6 +269,10 @@ class _Selector:
     def attention(self, node: fx.Node) -> None:
         q, k, v, _, _, sinks, scale, window, softcap, _ = node.args
         slot: KVSlot = node.meta["kv"]
+        if slot.dtype == "int8":
+            raise UserError(
+                f"attention at {self.path}: the CPU backend has no int8 KV cache; name GPU targets only (--target)"
+            )
         base = f"e.kv + {sum(s.page_bytes for s in self.program.kv_slots):#x} * e.num_pages"
         self.program.kv_slots.append(slot)
         shape = f"{slot.heads}, {slot.head_dim}, Kv::{slot.dtype}"

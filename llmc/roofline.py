@@ -1,0 +1,72 @@
+"""How long a GPU step should take: bytes over bandwidth or operations over the tensor cores' rate, kernel by kernel.
+
+Williams, Waterman and Patterson 2009, "Roofline". Estimates from public figures of one GPU per capability
+(runtime/cuda/targets.py), so that a plan built without a GPU can be judged; launch overhead is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.runtime.cuda.targets import CudaTarget
+
+CONTEXT = 1024
+"""Positions of context that attention is estimated for."""
+PROMPT = 512
+"""Tokens of the prompt that the bucket without a limit is estimated for."""
+
+
+@dataclass(frozen=True)
+class KernelEstimate:
+    """One kernel at the largest step of its bucket. launches: per step. seconds: of one launch. bound: "memory" or
+    "compute"."""
+
+    kernel: Mapping[str, Any]
+    launches: int
+    rows: int
+    seconds: float
+    bound: str
+
+
+def read_header(segment: memoryview) -> dict[str, Any]:
+    """The JSON of an archive (docs/gpu.md)."""
+    (length,) = struct.unpack_from("<Q", segment)
+    header: dict[str, Any] = json.loads(bytes(segment[8 : 8 + length]))
+    return header
+
+
+def kernel_estimates(header: Mapping[str, Any], target: CudaTarget) -> list[KernelEstimate]:
+    """The default kernel of every op and bucket, in the order of the step."""
+    found: dict[int, KernelEstimate] = {}
+    for call in header["calls"]:
+        for variant in call["variants"]:
+            index = variant["kernels"][0]
+            rows = variant["max"] or (PROMPT if call["when"] != "decode" and call["rows"] == "T" else 1)
+            seconds, bound = _time(call, rows, target)
+            launches = found[index].launches + 1 if index in found else 1
+            found[index] = KernelEstimate(header["kernels"][index], launches, rows, seconds, bound)
+    return list(found.values())
+
+
+def step_seconds(header: Mapping[str, Any], target: CudaTarget, tokens: int, sequences: int, prompt: bool) -> float:
+    """A step of `tokens` tokens that samples one row of each of `sequences` sequences; prompt: no sequence decodes."""
+    skipped = {"adjust", "decode" if prompt else "prefill"}
+    return sum(
+        _time(call, tokens if call["rows"] == "T" else sequences, target)[0]
+        for call in header["calls"]
+        if call["when"] not in skipped
+    )
+
+
+def _time(call: Mapping[str, Any], rows: int, target: CudaTarget) -> tuple[float, str]:
+    cost = call["cost"]
+    context = PROMPT // 2 if call["when"] == "prefill" else CONTEXT
+    moved = cost["fixed_bytes"] + rows * (cost["row_bytes"] + context * cost["context_bytes"])
+    done = rows * (cost["row_ops"] + context * cost["context_ops"])
+    rate = {"half": target.half_flops, "int8": target.int8_ops, "float": target.float_flops}[cost["unit"]]
+    memory, compute = moved / target.bandwidth, done / rate
+    return max(memory, compute), "memory" if memory >= compute else "compute"

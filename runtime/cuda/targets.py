@@ -1,0 +1,71 @@
+"""GPU targets: compute capabilities, their limits, and the public figures that the roofline of a build is judged by.
+
+The compiler and the loader share this table. Limits: CUDA C++ Programming Guide, "Technical Specifications per Compute
+Capability". Bandwidth and dense tensor-core rates: NVIDIA's data sheets of the GPU named as `example`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmc.errors import UserError
+
+
+@dataclass(frozen=True)
+class CudaTarget:
+    """One compute capability.
+
+    capability: 90 for 9.0. shared_limit: bytes of shared memory that one block may use. locked: the code runs on this
+    very capability only (Triton compiles for sm_90a and later with architecture-specific instructions). example,
+    multiprocessors, bandwidth (bytes/s), half_flops, int8_ops (dense, per second), float_flops: of a GPU with this
+    capability, for estimates.
+    """
+
+    name: str
+    capability: int
+    shared_limit: int
+    locked: bool
+    example: str
+    multiprocessors: int
+    bandwidth: float
+    half_flops: float
+    int8_ops: float
+    float_flops: float
+
+
+_KIB = 1024
+CUDA_TARGETS: tuple[CudaTarget, ...] = (
+    CudaTarget("cuda:sm_80", 80, 163 * _KIB, False, "A100 SXM 80GB", 108, 2.039e12, 312e12, 624e12, 19.5e12),
+    CudaTarget("cuda:sm_86", 86, 99 * _KIB, False, "A10", 72, 0.600e12, 125e12, 250e12, 31.2e12),
+    CudaTarget("cuda:sm_89", 89, 99 * _KIB, False, "L40S", 142, 0.864e12, 362e12, 733e12, 91.6e12),
+    CudaTarget("cuda:sm_90", 90, 227 * _KIB, True, "H100 SXM", 132, 3.35e12, 989e12, 1979e12, 67e12),
+    CudaTarget("cuda:sm_100", 100, 227 * _KIB, True, "B200", 148, 8.0e12, 2250e12, 4500e12, 75e12),
+    CudaTarget("cuda:sm_120", 120, 99 * _KIB, True, "RTX 5090", 170, 1.792e12, 209.5e12, 838e12, 104.8e12),
+)
+
+
+def find_cuda_target(name: str) -> CudaTarget:
+    """The target of a name such as "cuda:sm_90". Raises UserError naming those that are known."""
+    for target in CUDA_TARGETS:
+        if target.name == name:
+            return target
+    known = ", ".join(t.name for t in CUDA_TARGETS)
+    raise UserError(f"--target {name}: unknown GPU target (known: {known})")
+
+
+def choose_cuda_target(available: list[str], capability: int) -> CudaTarget:
+    """The best code of a plan for a device: its own capability, or the newest older one of the same generation that is
+    not locked. Raises UserError naming both sides when there is none."""
+    for target in reversed(CUDA_TARGETS):
+        if target.name in available and _runs(target, capability):
+            return target
+    has = ", ".join(n for n in available if n.startswith("cuda:")) or "no GPU"
+    fitting = [t.name for t in CUDA_TARGETS if _runs(t, capability)]
+    advice = f"rebuild with llmc build --target {fitting[-1]}" if fitting else "llmc has no code for such a GPU yet"
+    raise UserError(f"the plan has code for {has}, this GPU is sm_{capability}; {advice}")
+
+
+def _runs(target: CudaTarget, capability: int) -> bool:
+    same = target.capability == capability
+    older = not target.locked and target.capability // 10 == capability // 10 and target.capability < capability
+    return same or older
