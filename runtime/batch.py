@@ -6,6 +6,7 @@ Nothing here knows about requests; the scheduler builds a `Batch`, the engine ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,6 +77,10 @@ class StepOutput:
     logits: Float32 | None = None
 
 
+def nothing() -> None:
+    """No work."""
+
+
 class Executor(Protocol):
     """The machine code of one plan on one device. `step` is called by one thread at a time."""
 
@@ -87,8 +92,11 @@ class Executor(Protocol):
     max_num_rows: int
     """Most rows R in one batch."""
 
-    def step(self, batch: Batch) -> StepOutput:
-        """Runs the batch, writes its keys and values into the pages and samples its rows."""
+    def step(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> StepOutput:
+        """Runs the batch, writes its keys and values into the pages and samples its rows.
+
+        meanwhile: work of the host, called once while the device is busy if it has one of its own, else before.
+        """
         ...
 
     def close(self) -> None: ...

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from llmc.runtime.batch import Executor, ExecutorLost, StepOutput
 from llmc.runtime.batching import build_batch
@@ -67,6 +68,7 @@ class Engine:
         self._capacity = self._max_num_seqs + config.max_queue
         self._live: dict[str, _Live] = {}
         self._touched: set[Sink] = set()
+        self._answers: list[partial[None]] = []
         self._lost = False
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -230,10 +232,14 @@ class Engine:
 
     def _run(self) -> None:
         while (commands := self._take_commands()) is not None:
+            if commands:
+                self._guard(self._flush)
             for command in commands:
                 self._guard(command)
             self._guard(self._step)
-            self._deliver()
+            if not self._scheduler.has_work:
+                self._guard(self._flush)
+        self._guard(self._flush)
         for command in self._commands:  # what came together with the end is told so, too
             self._guard(command)
         self._end_all("abort", "the server is shutting down")
@@ -266,14 +272,16 @@ class Engine:
     def _step(self) -> None:
         chunks = self._scheduler.schedule()
         if not chunks:
+            self._flush()
             return
         try:
-            output = self._executor.step(build_batch(chunks, self._eos))
+            output = self._executor.step(build_batch(chunks, self._eos), self._flush)
             tokens = output.tokens.tolist()
             if len(tokens) != sum(chunk.samples for chunk in chunks):
                 raise RuntimeError(f"the executor sampled {len(tokens)} tokens for {len(chunks)} chunks")
         except Exception as error:
             self._lost = self._lost or isinstance(error, ExecutorLost)
+            self._flush()
             ids = list(dict.fromkeys(chunk.sequence.request.request_id for chunk in chunks))
             log.exception("a step failed; its requests end with an error: %s", ", ".join(ids))
             for request_id in ids:
@@ -285,6 +293,7 @@ class Engine:
             self._scheduler.check_integrity()
 
     def _answer(self, chunks: list[Chunk], output: StepOutput, tokens: list[int]) -> None:
+        """Ends what ends with this step; the text of sequences that go on is made while the next step runs."""
         now = time.monotonic()
         sampled = [chunk.sequence for chunk in chunks if chunk.samples]
         for row, (sequence, token) in enumerate(zip(sampled, tokens, strict=True)):
@@ -292,11 +301,29 @@ class Engine:
             live = self._live.get(request_id)
             if live is None:
                 continue  # another of its sequences failed in this very step
-            try:
-                self._answer_one(live, live.tracks[sequence.index], output, row, token, now)
-            except Exception:
-                log.exception("request %s failed", request_id)
-                self._end_request(request_id, "error", "internal error: the output could not be processed")
+            track = live.tracks[sequence.index]
+            answer = partial(self._answer_one, live, track, output, row, token, now)
+            valid = 0 <= token < self.vocab_size
+            if valid and not sequence.request.params.stop and track.ending(token) is None:
+                self._answers.append(answer)
+            else:
+                self._try(request_id, answer)
+
+    def _flush(self) -> None:
+        """Gives out what the last step left to be said. Called while a step runs, or when none will follow."""
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            live, track = answer.args[:2]
+            if live.tracks.get(track.sequence.index) is track:  # else its request has failed since
+                self._try(live.request.request_id, answer)
+        self._deliver()
+
+    def _try(self, request_id: str, answer: Callable[[], None]) -> None:
+        try:
+            answer()
+        except Exception:
+            log.exception("request %s failed", request_id)
+            self._end_request(request_id, "error", "internal error: the output could not be processed")
 
     def _answer_one(self, live: _Live, track: Track, output: StepOutput, row: int, token: int, now: float) -> None:
         sequence = track.sequence

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from llmc.errors import UserError
 from llmc.runtime.batch import PAGE_SIZE as PAGE_SIZE
-from llmc.runtime.batch import Batch, StepOutput
+from llmc.runtime.batch import Batch, StepOutput, nothing
 from llmc.runtime.batch_check import check_batch
 from llmc.runtime.plan import ABI_VERSION
 from llmc.runtime.sampling_rows import pack_sampling
@@ -103,11 +104,15 @@ class CpuExecutor:
         if self._engine is None:
             raise UserError(f"cannot start {config.threads} threads: {os.strerror(error.value)}; lower --threads")
 
-    def step(self, batch: Batch) -> StepOutput:
-        """Runs a batch. Raises ValueError for one that is inconsistent: nothing of it reaches the machine code."""
+    def step(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> StepOutput:
+        """Runs a batch. Raises ValueError for one that is inconsistent: nothing of it reaches the machine code.
+
+        `meanwhile` is called first: the step needs the cores.
+        """
         if self._engine is None:
             raise RuntimeError("the executor is closed")
         check_batch(batch, self)
+        meanwhile()
         rows = len(batch.rows)
         sampling, flat = pack_sampling(batch.sampling)
         out_tokens, out_logprobs = np.zeros(rows, np.int32), np.zeros(rows, np.float32)

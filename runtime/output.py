@@ -25,6 +25,13 @@ class Track:
             prompt = sequence.request.prompt
             self._detokenizer = IncrementalDetokenizer(codec, prompt, params.skip_special_tokens)
 
+    def ending(self, token: int) -> FinishReason | None:
+        """Why the sequence ends with the token just appended, as far as that depends on no text."""
+        armed = self.sequence.num_output >= self.sequence.request.params.min_tokens
+        if armed and token in self._stop_ids:
+            return "stop"
+        return "length" if self.sequence.at_length else None
+
     def advance(self, token: int) -> tuple[str, FinishReason | None, bool]:
         """Takes the token just appended to the sequence.
 

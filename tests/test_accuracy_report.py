@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from llmc.accuracy import ROWS, Accuracy, measure, memory_needed
 from llmc.kernels.dialect import OPS
 from llmc.kernels.weights import Stored
 from llmc.passes.shapes import annotate_shapes
-from llmc.runtime.batch import Batch, StepOutput
+from llmc.runtime.batch import Batch, StepOutput, nothing
 
 V, C = 13, 8
 _RNG = np.random.default_rng(0)
@@ -54,7 +55,7 @@ class FakeExecutor:
         self.logits = self.logits.astype(np.float32)
         self.tokens, self.seen = tokens, 0
 
-    def step(self, batch: Batch) -> StepOutput:
+    def step(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> StepOutput:
         count = len(batch.tokens)
         assert batch.tokens.tolist() == self.tokens[self.seen : self.seen + count] and 0 < count <= ROWS
         assert batch.positions.tolist() == list(range(self.seen, self.seen + count))

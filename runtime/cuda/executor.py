@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.runtime.batch import PAGE_SIZE, Batch, StepOutput
+from llmc.runtime.batch import PAGE_SIZE, Batch, StepOutput, nothing
 from llmc.runtime.batch_check import check_batch
 from llmc.runtime.cuda.archive import Archive, read_archive
 from llmc.runtime.cuda.devices import Bytes, Device, DeviceError, DeviceLost, OutOfMemory
@@ -83,8 +83,8 @@ class CudaExecutor:
         if staged:
             self.memory.free_staging()
 
-    def step(self, batch: Batch) -> StepOutput:
-        """Runs a batch, without the GIL while the device works.
+    def step(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> StepOutput:
+        """Runs a batch, without the GIL while the device works; `meanwhile` is called when all is launched.
 
         Raises ValueError for one that is inconsistent or too large: nothing of it reaches the device; DeviceError for
         a call that the driver refuses; DeviceLost when the device is gone, and from then on at once.
@@ -99,7 +99,7 @@ class CudaExecutor:
             raise ValueError(f"a batch of {step.sizes['S']} sequences and {step.items} blocks does not fit the engine")
         try:
             self.device.activate()
-            return self._run(step, batch.want_logits)
+            return self._run(step, batch.want_logits, meanwhile)
         except DeviceError as error:
             if (lost := self._diagnose(error)) is None:
                 raise
@@ -116,7 +116,7 @@ class CudaExecutor:
                 error = second
         return str(error)
 
-    def _run(self, step: Step, want_logits: bool) -> StepOutput:
+    def _run(self, step: Step, want_logits: bool, meanwhile: Callable[[], None]) -> StepOutput:
         if len(step.tail) > self.memory.batch.tail_words:
             self._grow(len(step.tail))
         self.device.upload_async(self.memory.area("batch"), self.memory.batch.write(step))
@@ -124,7 +124,7 @@ class CudaExecutor:
             self.device.replay(self._graph(step.sizes["T"], step.adjusted))
         else:
             self._launcher.run(self._launches, step.sizes, step.adjusted)
-        return self._outputs(step.sizes["R"], want_logits)
+        return self._outputs(step.sizes["R"], want_logits, meanwhile)
 
     def _grow(self, tail_words: int) -> None:
         """A larger batch buffer. Graphs hold the addresses of the old one."""
@@ -146,10 +146,11 @@ class CudaExecutor:
             log.debug("captured the decode step of %d sequences%s", bucket, ", adjusted" if adjusted else "")
         return self._graphs[key]
 
-    def _outputs(self, rows: int, want_logits: bool) -> StepOutput:
+    def _outputs(self, rows: int, want_logits: bool, meanwhile: Callable[[], None]) -> StepOutput:
         host, address = self.memory.outputs
         self.device.download_async(host, address)
         used = self._download_logits(rows) if want_logits else None
+        meanwhile()
         self.device.synchronize()
         logits = used.view(np.float32).reshape(rows, self.vocab_size).copy() if used is not None else None
         tokens, logprobs = host.view(np.int32).reshape(2, -1)[:, :rows]

@@ -11,10 +11,11 @@ import hashlib
 import json
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
-from llmc.runtime.batch import Batch, RowSampling, StepOutput
+from llmc.runtime.batch import Batch, RowSampling, StepOutput, nothing
 
 PAGE_SIZE = 16
 EMPTY = -1
@@ -58,7 +59,8 @@ class FakeExecutor:
         self._delay, self._gate, self._fail_on = delay, gate, fail_on
         self._pool = np.full((num_pages, PAGE_SIZE), EMPTY, np.int64)
 
-    def step(self, batch: Batch) -> StepOutput:
+    def step(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> StepOutput:
+        meanwhile()
         if self._gate is not None:
             assert self._gate.acquire(timeout=30)
         if self._delay:

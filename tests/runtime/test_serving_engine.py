@@ -13,6 +13,7 @@ import pytest
 from runtime_fakes import EOS, FakeExecutor, byte_tokenizer, solo_tokens
 
 from llmc.errors import UserError
+from llmc.runtime.batch import nothing
 from llmc.runtime.detokenizer import TextCodec
 from llmc.runtime.engine import Engine, EngineConfig
 from llmc.runtime.request import (
@@ -181,8 +182,8 @@ def test_a_failure_of_the_engine_itself_ends_its_requests_and_it_goes_on(
 
 def test_a_token_outside_the_vocabulary_fails_one_request() -> None:
     class Wild(FakeExecutor):
-        def step(self, batch: Any) -> Any:
-            out = super().step(batch)
+        def step(self, batch: Any, meanwhile: Any = nothing) -> Any:
+            out = super().step(batch, meanwhile)
             out.tokens[batch.query_start[1:] - batch.query_start[:-1] == 3] = -1
             return out
 
