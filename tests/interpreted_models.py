@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -59,11 +60,15 @@ def reference_logits(family: str, precision: str, prompt: list[int]) -> Float32:
 
 
 def gpu_executor(
-    family: str = "llama", precision: str = "fp32", pages: int = 24, multiprocessors: int = 1
+    family: str = "llama",
+    precision: str = "fp32",
+    pages: int = 24,
+    multiprocessors: int = 1,
+    choices: Mapping[str, int] | None = None,
 ) -> CudaExecutor:
-    """multiprocessors: four persistent programs for each share the work of a decode step."""
+    """multiprocessors: four persistent programs for each share the work of a decode step. choices: tuned kernels."""
     model = interpreted_model(family, precision)
     device = InterpretedGpu()
     device.multiprocessors = multiprocessors
     config = CudaConfig(max_num_tokens=64, max_num_rows=64, max_model_len=128, num_pages=pages, memory_utilization=0.9)
-    return CudaExecutor(memoryview(model.archive), model.weights, config, device, {})
+    return CudaExecutor(memoryview(model.archive), model.weights, config, device, choices or {})

@@ -59,6 +59,8 @@ class _Archive:
         self.kernels: list[dict[str, Any]] = []
         self.index: dict[tuple[KernelSpec, str], int] = {}
         self.blob = bytearray()
+        self.placed: dict[bytes, int] = {}
+        self.buffers = {b.name: b for b in program.buffers}
 
     def build(self, advance: Callable[[int], None], compiler: Compiler) -> bytes:
         specs = list(self.specs)
@@ -76,7 +78,6 @@ class _Archive:
             "half": program.half,
             "arena": program.arena,
             "partials": program.partials,
-            "adjusted": True,
             "tile_tokens": program.tile_tokens,
             "kv": [vars(layer) for layer in program.kv],
             "weights": {"bytes": program.weight_bytes, "items": weights},
@@ -135,18 +136,16 @@ class _Archive:
 
     def place(self, cubin: bytes) -> int:
         """The offset of a cubin; equal ones (the same kernel in several buckets) are stored once."""
-        at = self.blob.find(cubin)
-        if at >= 0 and at % _ALIGN == 0:
-            return at
-        at = len(self.blob)
-        self.blob += cubin + bytes(-len(cubin) % _ALIGN)
-        return at
+        if cubin not in self.placed:
+            self.placed[cubin] = len(self.blob)
+            self.blob += cubin + bytes(-len(cubin) % _ALIGN)
+        return self.placed[cubin]
 
     def resolve(self, arg: Arg) -> list[Any]:
         if arg[0] != "buffer":
             return list(arg)
         _, name, offset = arg
-        buffer = next(b for b in self.program.buffers if b.name == name)
+        buffer = self.buffers[str(name)]
         return [buffer.domain, self.program.offsets[buffer.name] + int(offset)]
 
 

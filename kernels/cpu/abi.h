@@ -19,7 +19,7 @@ struct RowSampling {
   uint64_t seed;
   uint64_t reserved2;
 };
-static_assert(sizeof(RowSampling) == 64, "mirrored in runtime/executor.py");
+static_assert(sizeof(RowSampling) == 64, "mirrored in runtime/sampling_rows.py");
 
 struct Batch {
   int32_t num_tokens, num_seqs, num_rows, block_table_stride;

@@ -49,7 +49,7 @@ def description() -> dict[str, Any]:
     plain = {"page_bytes": 256, "value_offset": 128, "key_scale_offset": None, "value_scale_offset": None}
     data = {
         "abi": 1, "vocab_size": VOCAB, "half": "bf16", "arena": {"tokens": 96, "rows": 48}, "partials": 10,
-        "adjusted": True, "tile_tokens": [4, 16], "kv": [layer, plain], "staging": REPACKED,
+        "tile_tokens": [4, 16], "kv": [layer, plain], "staging": REPACKED,
         "weights": {"bytes": 512, "items": [
             {"source": 0, "source_size": 100, "device": 16, "calls": []},
             {"source": 128, "source_size": REPACKED, "device": 256,

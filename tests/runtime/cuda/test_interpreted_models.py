@@ -6,10 +6,11 @@ import copy
 
 import numpy as np
 import pytest
+from interpreted_gpu import InterpretedGpu
 from interpreted_models import gpu_executor, reference_logits
 from tiny_engines import Sequences, executor
 
-from llmc.runtime.batch import Executor
+from llmc.runtime.batch import Batch, Executor, RowSampling
 
 _PROMPTS = [[11, 7, 3, 150, 9, 2, 77, 31, 5], [42, 8, 199]]
 
@@ -77,3 +78,19 @@ def test_a_row_has_the_same_bits_whatever_the_batch_and_the_chunks(device_sums: 
         expected = chunked.rows(sequence)
         assert (together.rows(sequence) == expected).all()
         assert (single.rows(sequence) == expected).all()
+
+
+def test_the_host_works_while_the_device_does() -> None:
+    """`meanwhile` is called once, when everything of the step is launched and before anybody waits for it."""
+    executor = gpu_executor()
+    device = executor.device
+    assert isinstance(device, InterpretedGpu)
+    seen: list[str] = []
+    batch = Batch(
+        np.array([5], np.int32), np.zeros(1, np.int32), np.array([0, 1], np.int32), np.zeros((1, 1), np.int32),
+        np.zeros(1, np.int32), (RowSampling(temperature=0.0),),
+    )  # fmt: skip
+    synchronize = device.synchronize
+    device.synchronize = lambda: (seen.append("wait"), synchronize())[1]  # type: ignore[method-assign]
+    executor.step(batch, lambda: seen.append(device.launched[-1]))
+    assert seen == ["sampling.sample_rows", "wait"]

@@ -1,0 +1,101 @@
+"""Which code of a plan a GPU runs, and how a plan's device is chosen."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmc.errors import UserError
+from llmc.runtime import load
+from llmc.runtime.cuda.targets import CUDA_TARGETS, choose_cuda_target, find_cuda_target
+
+ALL = [t.name for t in CUDA_TARGETS]
+
+
+@pytest.mark.parametrize(
+    ("available", "capability", "chosen"),
+    [
+        (ALL, 80, "cuda:sm_80"), (ALL, 86, "cuda:sm_86"), (ALL, 87, "cuda:sm_86"), (ALL, 89, "cuda:sm_89"),
+        (ALL, 90, "cuda:sm_90"), (ALL, 100, "cuda:sm_100"), (ALL, 120, "cuda:sm_120"),
+        (["cpu:x86-64", "cuda:sm_80"], 89, "cuda:sm_80"),
+    ],
+)  # fmt: skip
+def test_the_newest_code_that_runs_is_taken(available: list[str], capability: int, chosen: str) -> None:
+    assert choose_cuda_target(available, capability).name == chosen
+
+
+@pytest.mark.parametrize(
+    ("available", "capability", "words"),
+    [
+        (
+            ["cuda:sm_90"],
+            80,
+            r"has code for cuda:sm_90, this GPU is sm_80; rebuild with llmc build .*sm_80",
+        ),
+        (["cuda:sm_86", "cuda:sm_90"], 80, r"has code for cuda:sm_86, cuda:sm_90, this GPU is sm_80"),
+        (["cuda:sm_80"], 90, r"this GPU is sm_90; rebuild with llmc build --target cuda:sm_90"),
+        (["cuda:sm_90"], 103, r"this GPU is sm_103; llmc has no code for such a GPU yet"),
+        (ALL, 75, r"this GPU is sm_75; llmc has no code for such a GPU yet"),
+        (["cpu:x86-64"], 90, r"has code for no GPU, this GPU is sm_90"),
+    ],
+)
+def test_a_capability_that_a_plan_lacks_names_those_it_has(available: list[str], capability: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        choose_cuda_target(available, capability)
+
+
+def test_an_unknown_target_names_those_that_are_known() -> None:
+    with pytest.raises(UserError, match=r"cuda:sm_75: unknown GPU target \(known: cuda:sm_80, .*cuda:sm_120\)"):
+        find_cuda_target("cuda:sm_75")
+
+
+class _Plan:
+    def __init__(self, *targets: str) -> None:
+        self.path, self.manifest = "x.plan", {"targets": list(targets)}
+
+
+class _Device:
+    def __init__(self, capability: int) -> None:
+        self.capability, self.closed = capability, False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _with_gpu(monkeypatch: pytest.MonkeyPatch, found: _Device | None) -> None:
+    def open_device(index: int = 0) -> Any:
+        if found is None:
+            raise UserError("--device cuda: no NVIDIA driver was found")
+        return found
+
+    monkeypatch.setattr("llmc.runtime.cuda.driver.open_device", open_device)
+
+
+def test_auto_takes_the_gpu_that_the_plan_has_code_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Device(90)
+    _with_gpu(monkeypatch, device)
+    plan: Any = _Plan("cpu:x86-64", "cuda:sm_90")
+    assert load.choose_gpu(plan, "auto") == (device, find_cuda_target("cuda:sm_90"))
+    assert load.choose_gpu(plan, "cpu") is None
+    other: Any = _Plan("cpu:x86-64", "cuda:sm_80")
+    assert load.choose_gpu(other, "auto") is None and device.closed
+
+
+def test_auto_goes_to_the_cpu_only_where_the_plan_has_code_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_gpu(monkeypatch, None)
+    both: Any = _Plan("cpu:x86-64", "cuda:sm_90")
+    alone: Any = _Plan("cuda:sm_90")
+    assert load.choose_gpu(both, "auto") is None
+    for plan, device in ((alone, "auto"), (both, "cuda")):
+        with pytest.raises(UserError, match="no NVIDIA driver was found"):
+            load.choose_gpu(plan, device)
+
+
+def test_the_cuda_extra_adds_only_the_driver_s_bindings() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert [re.split(r"[<>=]", d)[0] for d in project["optional-dependencies"]["cuda"]] == ["cuda-bindings"]
+    assert not any(re.match("cuda|triton|torch", d) for d in project["dependencies"])
