@@ -117,8 +117,10 @@ def choose_gpu(plan: Plan, device: str) -> tuple[CudaDevice, CudaTarget] | None:
             opened.close()
             raise
     except UserError as error:
-        if device == "cuda" or not any(t.startswith("cpu:") for t in targets):
-            raise
+        if device == "cuda":
+            raise UserError(f"--device cuda: {error}") from error
+        if not any(t.startswith("cpu:") for t in targets):
+            raise UserError(f"{error}; the plan has code for {', '.join(targets)} only") from error
         log.info("runs on the CPU: %s", error)
         return None
 

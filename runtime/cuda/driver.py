@@ -43,7 +43,7 @@ def open_device(index: int = 0) -> CudaDevice:
     try:
         driver: Any = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        raise UserError(f"--device cuda: cuda-bindings is missing (pip install cuda-bindings): {error}") from error
+        raise UserError(f"the package cuda-bindings is missing ({error}): pip install 'llmc[cuda]'") from error
     # Kernels are loaded with their modules, not at their first launch: that may be within a capture.
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     try:
@@ -51,14 +51,12 @@ def open_device(index: int = 0) -> CudaDevice:
     except RuntimeError as error:
         name = type(error).__name__
         if name == "DynamicLibNotFoundError":
-            raise UserError(
-                "--device cuda: no NVIDIA driver was found (libcuda.so.1); run without --device to use the CPU"
-            ) from error
+            raise UserError("no NVIDIA driver was found (libcuda.so.1)") from error
         if name == "FunctionNotFoundError":
-            raise UserError(f"--device cuda: the NVIDIA driver is too old ({error}); update it") from error
+            raise UserError(f"the NVIDIA driver is too old ({error}); update it") from error
         if isinstance(error, DeviceError):
             what = "no GPU was found" if "CUDA_ERROR_NO_DEVICE" in str(error) else "the GPU cannot be used"
-            raise UserError(f"--device cuda: {what}: {error}; run without --device to use the CPU") from error
+            raise UserError(f"{what}: {error}") from error
         raise
 
 
@@ -75,10 +73,10 @@ class CudaDevice:
         version = self._call(driver.cuDriverGetVersion)
         self._version = f"{version // 1000}.{version % 1000 // 10}"
         if version < _OLDEST_DRIVER:
-            raise UserError(f"--device cuda: the NVIDIA driver is too old (CUDA {self._version}, not 12.0); update it")
+            raise UserError(f"the NVIDIA driver is too old (CUDA {self._version}, not 12.0); update it")
         count = self._call(driver.cuDeviceGetCount)
         if not 0 <= index < count:
-            raise UserError(f"--device cuda:{index}: there is no such GPU (the driver sees {count})")
+            raise UserError(f"there is no GPU {index} (the driver sees {count})")
         self._device = self._call(driver.cuDeviceGet, index)
         self.name = self._call(driver.cuDeviceGetName, 256, self._device).split(b"\0")[0].decode(errors="replace")
         attribute = driver.CUdevice_attribute
