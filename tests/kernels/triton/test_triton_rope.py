@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from triton_harness import Output, launch, meta, pow2
+from triton_harness import F16, SLACK, Output, launch, meta, pow2
 
 from llmc.kernels.dialect import OPS
 from llmc.kernels.triton import rope
 
-F16, F32 = torch.float16, torch.float32
+F32 = torch.float32
 PAGE = 16
 
 
@@ -37,9 +37,11 @@ def test_table(rot):
         W=pow2(rot // 2), SCALE=1.25,
     )  # fmt: skip
     got = y.checked(6)
-    torch.testing.assert_close(got, OPS["rope_table"](positions, inv_freq, 1.25), rtol=0, atol=3e-7)
+    torch.testing.assert_close(got, OPS["rope_table"](positions, inv_freq, 1.25), rtol=0, atol=3e-7 * SLACK)
     angle = (positions.float()[:, None] * inv_freq).double()
-    torch.testing.assert_close(got, (torch.cat([angle.cos(), angle.sin()], -1)).float() * 1.25, rtol=0, atol=2e-7)
+    torch.testing.assert_close(
+        got, (torch.cat([angle.cos(), angle.sin()], -1)).float() * 1.25, rtol=0, atol=2e-7 * SLACK
+    )
 
 
 @pytest.mark.parametrize(("d", "rot"), [(16, 16), (64, 16), (80, 32), (80, 80), (24, 0)])
@@ -54,7 +56,7 @@ def test_rope(d, rot):
     )  # fmt: skip
     part = x[:, 11 : 11 + heads * d].reshape(t, heads, d)
     want = (OPS["rope"](part, table) if rot else part).reshape(t, heads * d)
-    torch.testing.assert_close(y.checked(t), want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(y.checked(t), want, rtol=0, atol=1e-6 * SLACK)
 
 
 class Written:
@@ -117,15 +119,17 @@ class Written:
 def test_write(hq, hkv, d, rot):
     case = Written(hq, hkv, d, rot, F32, F32, separate=d == 80)
     want_q, *want = case.parts
-    torch.testing.assert_close(case.q.checked(case.t), want_q.reshape(case.t, -1), rtol=0, atol=1e-6)
+    torch.testing.assert_close(case.q.checked(case.t), want_q.reshape(case.t, -1), rtol=0, atol=1e-6 * SLACK)
     for which in range(2):
-        torch.testing.assert_close(case.stored(which)[0], want[which], rtol=0, atol=1e-6 if which == 0 else 0)
+        torch.testing.assert_close(case.stored(which)[0], want[which], rtol=0, atol=1e-6 * SLACK if which == 0 else 0)
 
 
 def test_write_half():
     case = Written(4, 2, 64, 64, F16, F16)
-    torch.testing.assert_close(case.q.checked(case.t).float(), case.parts[0].reshape(case.t, -1), rtol=1e-3, atol=1e-6)
-    torch.testing.assert_close(case.stored(0)[0].float(), case.parts[1], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        case.q.checked(case.t).float(), case.parts[0].reshape(case.t, -1), rtol=1e-3 * SLACK, atol=1e-6
+    )
+    torch.testing.assert_close(case.stored(0)[0].float(), case.parts[1], rtol=1e-3 * SLACK, atol=1e-6)
     assert case.stored(1)[0].equal(case.parts[2].to(F16))
 
 
@@ -146,8 +150,9 @@ def test_not_finite_values_stay_visible_in_int8():
         pool, scales = Output((1, 1, PAGE, 16), torch.int8), Output((1, 1, PAGE), F32)
         other, other_scales = Output((1, 1, PAGE, 16), torch.int8), Output((1, 1, PAGE), F32)
         launch(
-            rope.rope_kv_write, (1, 2), k=values, v=values, keys=pool, values=other, key_scales=scales,
-            value_scales=other_scales, positions=int32([2]), seqs=int32([0]), tables=int32([[0]]),
+            rope.rope_kv_write, (1, 2), q=values, q_out=Output((1, 16), F32), k=values, v=values, keys=pool,
+            values=other, key_scales=scales, value_scales=other_scales, positions=int32([2]), seqs=int32([0]),
+            tables=int32([[0]]),
             meta=meta(tokens=1, seqs=1, stride=1), HQ=0, HKV=1, D=16, DP=16, ROT=0, QC=0, KC=0, VC=16, LDQ=32,
             LDK=32, LDV=32,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The sampling kernels in Triton's interpreter, against a float64 reimplementation of kernels/cpu/sampling.h."""
+"""The sampling kernels against a float64 reimplementation of kernels/cpu/sampling.h."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.random import philox_impl
+from triton_harness import DEVICE, SLACK, launch
 
 from llmc.kernels.triton.philox import philox_uniform
 from llmc.kernels.triton.sampling import adjust_logits, sample_rows, sample_stats, stats_chunk
 from llmc.runtime.batch import RowSampling
 from llmc.runtime.sampling_rows import pack_sampling
 
-BLOCK = 512
+BLOCK = 1024 if DEVICE else 512  # plans have 1024
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities, in the interpreter's numpy
 MARGIN = 1e-6  # what the sums of the kernels may be off, relative to the total
 
@@ -60,11 +61,14 @@ def sample(logits, rows, positions=None, block=BLOCK, spare=1):
     adjusted, stats = torch.full((r, vocab), torch.nan), torch.full((r, 128), torch.nan)
     tokens, logprobs = torch.full((r + spare,), -7, dtype=torch.int32), torch.full((r + spare,), 7.0)
     chunk = stats_chunk(vocab)
-    sample_stats[(r + spare, triton.cdiv(vocab, chunk))](raw, stats, meta, vocab, chunk)
-    adjust_logits[(r + spare, triton.cdiv(vocab, block))](raw, adjusted, sampling, extra, meta, vocab, block)
-    sample_rows[(r + spare,)](
-        raw, adjusted, stats, sampling, token_positions, where, tokens, logprobs, meta, vocab, chunk, block
-    )
+    programs, arrays = r + spare, {"logits": raw, "meta": meta, "V": vocab}
+    launch(sample_stats, (programs, triton.cdiv(vocab, chunk)), stats=stats, CHUNK=chunk, **arrays)
+    arrays |= {"adjusted": adjusted, "sampling": sampling, "BLOCK": block}
+    launch(adjust_logits, (programs, triton.cdiv(vocab, block)), extra=extra, **arrays)
+    launch(
+        sample_rows, (programs,), stats=stats, positions=token_positions, rows=where, out_tokens=tokens,
+        out_logprobs=logprobs, CHUNK=chunk, **arrays,
+    )  # fmt: skip
     assert np.array_equal(raw.numpy(), logits, equal_nan=True)
     assert (tokens[r:] == -7).all() and (logprobs[r:] == 7).all()
     return tokens[:r].numpy(), logprobs[:r].numpy()
@@ -146,14 +150,15 @@ def check(logits, rows, positions=None, **options):
     for i, row in enumerate(rows):
         want, margin = reference(logits[i], row, int(positions[i]))
         assert margin > MARGIN, f"row {i}: choose other data"
-        assert tokens[i] == want, i
+        if margin > MARGIN * SLACK:
+            assert tokens[i] == want, i
     x = clean(logits).astype(np.float64)
     at = np.arange(len(rows))
     with np.errstate(invalid="ignore"):
         x -= x.max(axis=1, keepdims=True)
         want = x[at, tokens] - np.log(np.exp(x).sum(axis=1))
     some = np.isfinite(want)
-    assert np.abs(logprobs - want)[some].max(initial=0) <= 2e-6 + 1e-6 * np.abs(want[some]).max(initial=0)
+    assert np.abs(logprobs - want)[some].max(initial=0) <= SLACK * (2e-6 + 1e-6 * np.abs(want[some]).max(initial=0))
     assert (logprobs[~some] == -np.inf).all()
     return tokens
 
@@ -189,6 +194,10 @@ KNOWN = [  # kat_vectors of Random123
 ]
 
 
+own_kernels = pytest.mark.skipif(bool(DEVICE), reason="a kernel of this file, which plans do not have")
+
+
+@own_kernels
 @pytest.mark.parametrize(("counter", "key", "want"), KNOWN)
 def test_philox_known_answers(counter, key, want):
     assert " ".join(f"{w:08x}" for w in philox(counter, key)) == want
@@ -197,6 +206,7 @@ def test_philox_known_answers(counter, key, want):
     assert " ".join(f"{w:08x}" for w in out.numpy().view(np.uint32)) == want
 
 
+@own_kernels
 def test_uniforms_have_all_bits():
     seeds = [0, 1, 2**32, 2**63 + 5, 2**64 - 1]
     words = np.array([[s % 2**32, s >> 32, p] for s in seeds for p in (1, 77, 2**31 - 1)], np.uint32)
@@ -251,7 +261,7 @@ def test_tokens_equal_the_reference(name, vocab):
 
 @pytest.mark.parametrize("name", ["plain", "top_p_wide", "top_k_many", "penalties_flat", "all"])
 def test_a_vocabulary_below_and_above_the_block(name):
-    for block in (64, 2048):
+    for block in (BLOCK,) if DEVICE else (64, 2048):
         check(*random_rows(303, ROWS[name], 2, [block, len(name)]), block=block)
 
 
@@ -267,7 +277,7 @@ def test_top_p_keeps_a_prefix_that_weighs_exactly_as_much():
     """0.5 of ten equal tokens are five. The float32 nearest to 0.1 is larger, so that one token is not enough."""
     logits = np.zeros((24, 10), np.float32)
     for top_p, kept in ((0.5, 5), (0.1, 2)):
-        tokens, _ = sample(logits, [{"top_p": top_p, "seed": i} for i in range(24)], block=16)
+        tokens, _ = sample(logits, [{"top_p": top_p, "seed": i} for i in range(24)], block=BLOCK if DEVICE else 16)
         assert set(tokens.tolist()) == set(range(kept))
 
 
@@ -315,7 +325,11 @@ def test_adjusted_rows_have_the_bits_of_the_definition():
     meta[1], meta[9:13] = 3, starts
     adjusted = torch.full((4, 900), 7.0)
     arrays = [torch.from_numpy(a) for a in (sampling.view(np.int32), extra, meta)]
-    adjust_logits[(4, 4)](torch.from_numpy(logits), adjusted, *arrays, 900, 256)
+    names = ("sampling", "extra", "meta")
+    launch(
+        adjust_logits, (4, 4), logits=torch.from_numpy(logits), adjusted=adjusted, V=900, BLOCK=256,
+        **dict(zip(names, arrays, strict=True)),
+    )  # fmt: skip
     want = np.stack([adjust(logits[0], rows[0]), np.full(900, 7.0), adjust(logits[2], rows[2]), np.full(900, 7.0)])
     assert np.array_equal(adjusted.numpy(), want)
 

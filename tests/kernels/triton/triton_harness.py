@@ -1,10 +1,12 @@
-"""Runs Triton kernels in the interpreter over guarded buffers, with weights repacked as the loader does it.
+"""Runs Triton kernels over guarded buffers, with weights repacked as the loader does it: in the interpreter, or where
+LLMC_TEST_DEVICE says (see gpu_launch.py).
 
-bfloat16 is not used: the interpreter multiplies its bits as integers. float16 and float32 stand for it.
+The interpreter multiplies the bits of bfloat16 as integers, so that float16 and float32 stand for it there.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,17 @@ import triton.language as tl
 from llmc.kernels import pack
 from llmc.kernels.triton import repack, rows
 
-TRITON_TYPES = {torch.float16: tl.float16, torch.float32: tl.float32}
+DEVICE = os.environ.get("LLMC_TEST_DEVICE", "")
+if DEVICE not in ("", "cuda", "interpreted"):
+    raise ValueError(f"LLMC_TEST_DEVICE={DEVICE}: cuda, interpreted, or not set")
+if DEVICE:
+    import gpu_launch
+
+TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+F16 = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+"""The 16-bit type of products, keys and values."""
+SLACK = 8 if DEVICE == "cuda" else 1
+"""Factor of tolerances: bfloat16 has three bits less than float16, and a GPU's functions are not correctly rounded."""
 GUARD = 64
 """Elements before and after every output that must stay as they were."""
 PATTERN = 0x5A
@@ -53,7 +65,8 @@ class Output:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **args: Any) -> None:
-    """Runs a kernel; pointers that are not given are None, as in a kernel compiled without them."""
+    """Runs a kernel; pointers that are not given are None, as in a kernel compiled without them. No grid is empty on a
+    device either: runtime/cuda/launches.py leaves such launches out."""
     if min(grid) == 0:
         return
     for name in kernel.arg_names:
@@ -61,7 +74,10 @@ def launch(kernel: Any, grid: tuple[int, ...], **args: Any) -> None:
             args[name] = None
     args = {k: v.data if isinstance(v, Output) else v for k, v in args.items()}
     assert set(args) == set(kernel.arg_names), set(args) ^ set(kernel.arg_names)
-    kernel[grid](**args)
+    if DEVICE:
+        gpu_launch.launch(kernel, grid, args)
+    else:
+        kernel[grid](**args)
 
 
 def meta(**values: int) -> torch.Tensor:
@@ -189,6 +205,6 @@ class DeviceWeight:
     def values(self) -> np.ndarray:
         """The float32 values [ROWS, KP] that the device layout stands for."""
         if self.ws is None:
-            return self.w.checked().numpy().astype(np.float32)
+            return self.w.checked().float().numpy()
         levels, scale, low = self.levels()
         return levels.astype(np.float32) * np.repeat(scale, 32, axis=1) + np.repeat(low, 32, axis=1)
