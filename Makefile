@@ -35,9 +35,10 @@ test-fast: $(VENV)/installed
 test-e2e: $(VENV)/installed
 	$(BIN)/python -m pytest -m "e2e and not slow"
 
-# Every GPU kernel of four models for six capabilities; ten minutes, no GPU needed.
+# Every GPU kernel of four models for six capabilities, and the longer runs of the interpreter; no GPU needed.
 test-gpu-code: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow tests/codegen/test_triton_models.py -k every_kernel
+	$(BIN)/python -m pytest -m slow -n 2 tests/kernels/triton tests/runtime/cuda
 
 # On a machine with a GPU.
 test-gpu: $(VENV)/installed

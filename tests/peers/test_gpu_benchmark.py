@@ -96,6 +96,7 @@ def test_the_workloads_are_those_of_the_documentation() -> None:
     assert {"decode 1 x 64", "decode 32 x 1024"} <= set(names)
 
 
+@pytest.mark.slow
 def test_a_peer_in_its_own_process(tmp_path: Path) -> None:
     """transformers, uncompiled on the CPU: the same tokens each time, its cache reused; and without CUDA it is skipped,
     as is what is not installed."""

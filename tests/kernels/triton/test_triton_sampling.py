@@ -253,12 +253,13 @@ def random_rows(vocab, base, count, seed):
     return logits.astype(np.float32), [base | {"seed": int(rng.integers(2**63)) * 2 + i % 2} for i in range(count)]
 
 
-@pytest.mark.parametrize("vocab", [1, 17, 300, 1500])
+@pytest.mark.parametrize("vocab", [1, 17, 300, pytest.param(1500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ROWS)
 def test_tokens_equal_the_reference(name, vocab):
     check(*random_rows(vocab, ROWS[name], 5, [len(name), vocab, sum(map(ord, name))]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "top_p_wide", "top_k_many", "penalties_flat", "all"])
 def test_a_vocabulary_below_and_above_the_block(name):
     for block in (BLOCK,) if DEVICE else (64, 2048):

@@ -27,7 +27,10 @@ def _run(target: Executor, steps: list[dict[int, int]], decode: int) -> Sequence
 _CHUNKED = [{0: 5, 1: 3}, {0: 4}]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "phi3"])
+_OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3", "gemma2", "gpt2", "phi3")]
+
+
+@pytest.mark.parametrize("family", ["llama", *_OTHERS])
 def test_float32_gives_the_tokens_of_the_cpu_target(family: str) -> None:
     """Prompt chunks, a batch of both kinds, then decoding through captured graphs."""
     gpu, cpu = _run(gpu_executor(family), _CHUNKED, 3), _run(executor(family, pages=24), _CHUNKED, 3)
@@ -37,7 +40,7 @@ def test_float32_gives_the_tokens_of_the_cpu_target(family: str) -> None:
         assert np.abs(gpu.rows(sequence) - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("precision", ["int8, float32 KV", "int4, float32 KV"])
+@pytest.mark.parametrize("precision", ["int8, float32 KV", pytest.param("int4, float32 KV", marks=pytest.mark.slow)])
 def test_quantised_products_are_those_of_the_cpu_target(precision: str) -> None:
     """The same integers and scales: what is left is the rounding of float32 sums, now and then across a quantisation
     step of an activation."""
