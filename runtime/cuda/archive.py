@@ -17,7 +17,7 @@ from llmc.errors import UserError
 
 ABI = 1
 SYMBOLS = ("T", "R", "S", "D", "tiles0", "tiles1", "tiles2", "programs")
-BATCH_ARRAYS = ("meta", "tokens", "positions", "seqs", "starts", "lens", "rows", "decode_seqs", "decode_blocks",
+BATCH_ARRAYS = ("meta", "tokens", "positions", "seqs", "starts", "rows", "decode_seqs", "decode_blocks",
                 "tiles0", "tiles1", "tiles2", "sampling", "tables", "extra")  # fmt: skip
 _LENGTH = struct.Struct("<Q")
 _OFFSETS = ("tokens", "rows", "weight", "staging")

@@ -59,7 +59,7 @@ def derive_step(batch: Batch, tile_tokens: tuple[int, ...]) -> Step:
     meta[_EXTRA_META : _EXTRA_META + len(_EXTRA)] = extra
     arrays = {
         "meta": meta, "tokens": batch.tokens, "positions": batch.positions,
-        "seqs": np.repeat(np.arange(seqs, dtype=np.int32), counts), "starts": starts, "lens": lens,
+        "seqs": np.repeat(np.arange(seqs, dtype=np.int32), counts), "starts": starts,
         "rows": batch.rows, "decode_seqs": decode_seqs, "decode_blocks": blocks, **tiles,
         "sampling": sampling.view(np.int32).reshape(rows, _SAMPLING_WORDS),
     }  # fmt: skip
@@ -99,7 +99,7 @@ class BatchLayout:
         tokens, seqs = (max_tokens,), (max_rows,)
         self.shapes: dict[str, tuple[int, ...]] = {
             "meta": (META_WORDS,), "tokens": tokens, "positions": tokens, "seqs": tokens, "starts": (max_rows + 1,),
-            "lens": seqs, "rows": (max_rows,), "decode_seqs": seqs, "decode_blocks": (max_rows + 1,),
+            "rows": (max_rows,), "decode_seqs": seqs, "decode_blocks": (max_rows + 1,),
             **{f"tiles{i}": (max_tokens // size + max_rows, 2) for i, size in enumerate(tile_tokens)},
             "sampling": (max_rows, _SAMPLING_WORDS),
         }  # fmt: skip
