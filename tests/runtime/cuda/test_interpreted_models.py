@@ -54,7 +54,9 @@ def test_quantised_products_are_those_of_the_cpu_target(precision: str) -> None:
         assert np.median(difference) <= 1e-4 and difference.max() <= 0.1
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8 weight-only", "int4 weight-only"])
+@pytest.mark.parametrize(
+    "precision", ["bf16", pytest.param("int8 weight-only", marks=pytest.mark.slow), "int4 weight-only"]
+)
 def test_other_precisions_are_the_dialect_s_reference(precision: str) -> None:
     """What is left: operands of products in float16, and keys and values."""
     prompt = _PROMPTS[0]
