@@ -7,7 +7,9 @@ peak * T bytes. Greedy by size, lowest free offset first (Pisarchyk and Lee 2020
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 ALIGN = 64
 
@@ -41,3 +43,24 @@ def plan_offsets(lifetimes: list[Lifetime]) -> tuple[dict[str, int], int]:
         offsets[item.name] = at
     peak = max((offset + item.size for item, offset in placed), default=0)
     return offsets, -(-peak // ALIGN) * ALIGN
+
+
+class Placeable(Protocol):
+    """What a backend's buffer says of itself; `domain` names its arena."""
+
+    name: str
+    domain: str
+    size: int
+    first: int
+    last: int
+
+
+def place_buffers(buffers: Sequence[Placeable]) -> tuple[dict[str, int], dict[str, int]]:
+    """(offset by buffer, peak by arena) for the arenas "tokens" and "rows", in bytes per row."""
+    offsets: dict[str, int] = {}
+    peaks: dict[str, int] = {}
+    for domain in ("tokens", "rows"):
+        lifetimes = [Lifetime(b.name, b.size, b.first, b.last) for b in buffers if b.domain == domain]
+        placed, peaks[domain] = plan_offsets(lifetimes)
+        offsets |= placed
+    return offsets, peaks

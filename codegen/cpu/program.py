@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from llmc.codegen.memory import Lifetime, plan_offsets
+from llmc.codegen.memory import place_buffers
+from llmc.codegen.values import Value
 from llmc.codegen.weights import Entry, WeightTable
 from llmc.errors import UserError
 from llmc.kernels.dialect import OPS
@@ -35,19 +36,6 @@ class Buffer:
     last: int
     kind: str
     """"mat": float32 rows; "quant": int8 rows of padded width with scales and sums."""
-
-
-@dataclass(frozen=True)
-class Value:
-    """Columns of a buffer: `column` and `width` in float32 elements; `shape` without the row dimension."""
-
-    buffer: Buffer
-    column: int
-    shape: tuple[int, ...]
-
-    @property
-    def width(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -82,7 +70,7 @@ def select_kernels(graph: fx.Graph) -> Program:
 class _Selector:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.program = graph, Program()
-        self.values: dict[fx.Node, Value] = {}
+        self.values: dict[fx.Node, Value[Buffer]] = {}
         self.quantized: dict[tuple[str, int, int], Buffer] = {}
         self.phase, self.partition = 0, ""
         self.path = ""
@@ -102,7 +90,7 @@ class _Selector:
             self.path = node.meta.get("path", "?")
             if node.target is aten.view.default:
                 source = self.values[node.args[0]]
-                self.values[node] = Value(source.buffer, source.column, node.meta["shape"][1:])
+                self.values[node] = source.viewed(node.meta["shape"][1:])
             elif node.target is aten.slice.Tensor:
                 self.values[node] = self.slice(node)
             elif _NAMES.get(node.target) in self.kernels:
@@ -121,15 +109,11 @@ class _Selector:
         self.path = "sampling"
         name = self.mat(output)
         self.call(f"sample(par, b, {name}, {logits.width}, e.scratch)", "sample", [logits])
-        for domain in ("tokens", "rows"):
-            lifetimes = [Lifetime(b.name, b.size, b.first, b.last) for b in program.buffers if b.domain == domain]
-            offsets, peak = plan_offsets(lifetimes)
-            program.offsets |= offsets
-            program.peaks[domain] = peak
+        program.offsets, program.peaks = place_buffers(program.buffers)
 
     # ---- operands
 
-    def new(self, node: fx.Node, domain: str) -> Value:
+    def new(self, node: fx.Node, domain: str) -> Value[Buffer]:
         shape = tuple(node.meta["shape"][1:])
         buffer = self.buffer(node.name, domain, math.prod(shape) * 4, "mat")
         self.values[node] = Value(buffer, 0, shape)
@@ -150,14 +134,12 @@ class _Selector:
     def domain(self, node: fx.Node) -> str:
         return self.values[node].buffer.domain
 
-    def slice(self, node: fx.Node) -> Value:
+    def slice(self, node: fx.Node) -> Value[Buffer]:
         x, dim, lo, hi = node.args
         source = self.values[x]
-        inner = math.prod(source.shape[dim:])
         if dim != 1:
             raise UserError(f"a slice across heads at {self.path} is not contiguous; the CPU backend cannot use it")
-        shape = (hi - lo, *source.shape[1:])
-        return Value(source.buffer, source.column + lo * inner, shape)
+        return source.sliced(lo, hi)
 
     def vector(self, node: Any) -> str:
         if node is None:
@@ -170,7 +152,7 @@ class _Selector:
         offsets = [entry.region(name) for name in ("data", "scale", "min")]
         return "weight(e, " + ", ".join(f"{o:#x}" if o is not None else "-1" for o in offsets) + ")"
 
-    def call(self, text: str, partition: str, uses: list[Value | Buffer]) -> None:
+    def call(self, text: str, partition: str, uses: list[Value[Buffer] | Buffer]) -> None:
         """Appends a call; opens a new phase unless it continues the same rows of the same thread."""
         shared = partition == self.partition and partition in ("tokens", "rows")
         if self.program.calls and not shared:
@@ -217,7 +199,7 @@ class _Selector:
         weight = self.weight(self.program.weights.matrix(ref, format, gated))
         n, k = ref.shape[0] // (2 if gated else 1), ref.shape[1]
         operand: str = self.mat(x)
-        reads: list[Value | Buffer] = [self.values[x]]
+        reads: list[Value[Buffer] | Buffer] = [self.values[x]]
         if format in ("w8", "w4"):
             quantized = self.quantize(x, k, domain)
             operand, reads = quantized.name, [quantized]

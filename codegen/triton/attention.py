@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import fx
 
-from llmc.codegen.triton.emitter import Emitter, Value, root
+from llmc.codegen.triton.emitter import Emitter
 from llmc.codegen.triton.launch import Arg, Buffer, Cost, KVLayer, pow2
+from llmc.codegen.values import Value
 from llmc.errors import UserError
 from llmc.kernels.dialect import OPS
 from llmc.passes.kv_layout import KVSlot
@@ -80,11 +81,11 @@ def emit_attention(out: Emitter, node: fx.Node, fused: set[fx.Node]) -> None:
 def _write(out: Emitter, node: fx.Node, slot: KVSlot, kv: dict[str, tuple[str, Arg]], fused: set[fx.Node]) -> Buffer:
     """Rotates the queries into the type of the product, and writes keys and values; returns the queries' buffer."""
     q, k, v = node.args[:3]
-    table: Value | None = None
+    table: Value[Buffer] | None = None
     if q in fused:
         table = out.values[q.args[1]]
         q, k = q.args[0], k.args[0]
-    values = [_whole(out, x) for x in (q, k, v)]
+    values = [out.values[x] for x in (q, k, v)]
     heads = node.meta["shape"][1]
     form = "f32" if slot.dtype == "f32" else "half"
     queries = out.buffer(f"{node.name}_q", "tokens", form, heads * slot.head_dim)
@@ -103,12 +104,6 @@ def _write(out: Emitter, node: fx.Node, slot: KVSlot, kv: dict[str, tuple[str, A
     label = f"rope + KV write {heads}/{slot.heads}x{slot.head_dim}"
     out.emit(label, "rope.rope_kv_write", args, constants, queries, reads, grid, tiles="warp")
     return queries
-
-
-def _whole(out: Emitter, node: Any) -> Value:
-    if node in out.values:
-        return out.values[node]
-    raise AssertionError(f"{root(node)} has no float32 form")
 
 
 def _kv_arguments(out: Emitter, slot: KVSlot, index: int) -> dict[str, tuple[str, Arg]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -17,6 +16,7 @@ from torch import fx
 from llmc.codegen.triton.launch import Arg, Buffer, Cost, Dim, GpuProgram, Launch, pow2, round_up
 from llmc.codegen.triton.signature import parameters
 from llmc.codegen.triton.weights import DeviceMatrix, DeviceWeights
+from llmc.codegen.values import Value
 from llmc.codegen.weights import WeightTable
 from llmc.errors import UserError
 from llmc.kernels.dialect import OPS
@@ -31,19 +31,6 @@ _FORMS = {"f32": "f32", "bf16": "half", "w8a16": "half", "w4a16": "half", "w8": 
 """Format of a linear -> form of its input."""
 
 
-@dataclass(frozen=True)
-class Value:
-    """Columns of a float32 buffer: `column` in elements; `shape` without the row dimension."""
-
-    buffer: Buffer
-    column: int
-    shape: tuple[int, ...]
-
-    @property
-    def width(self) -> int:
-        return math.prod(self.shape)
-
-
 class Emitter:
     """`values` has the float32 form of every node that has one, `forms` the others by (node, form)."""
 
@@ -51,7 +38,7 @@ class Emitter:
         self.table, self.half = table, half
         self.program = GpuProgram(half)
         self.weights = DeviceWeights(half)
-        self.values: dict[fx.Node, Value] = {}
+        self.values: dict[fx.Node, Value[Buffer]] = {}
         self.forms: dict[tuple[fx.Node, str], Buffer] = {}
         self.needs = needed_forms(graph)
         self.path = ""

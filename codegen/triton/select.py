@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from llmc.codegen.memory import Lifetime, plan_offsets
+from llmc.codegen.memory import place_buffers
 from llmc.codegen.triton.attention import emit_attention, fusible_ropes
-from llmc.codegen.triton.emitter import MAX_ROW, Emitter, Value, count
+from llmc.codegen.triton.emitter import MAX_ROW, Emitter, count
 from llmc.codegen.triton.launch import Cost, GpuProgram, pow2
 from llmc.codegen.triton.sampling import emit_sampling
 from llmc.codegen.weights import WeightTable
@@ -67,25 +67,21 @@ class _Selector:
             raise UserError("the model's output is not one row of logits per sampled token")
         program.vocab_size, out.path = logits.width, "sampling"
         emit_sampling(out, logits.width)
-        for domain in ("tokens", "rows"):
-            lifetimes = [Lifetime(b.name, b.size, b.first, b.last) for b in program.buffers if b.domain == domain]
-            offsets, program.arena[domain] = plan_offsets(lifetimes)
-            program.offsets |= offsets
+        program.offsets, program.arena = place_buffers(program.buffers)
         program.weights, program.weight_bytes = out.weights.items, out.weights.size
         return program
 
     def view(self, node: fx.Node) -> None:
         source = self.out.values.get(node.args[0])
         if source is not None:  # else the value exists in another form alone
-            self.out.values[node] = Value(source.buffer, source.column, tuple(node.meta["shape"][1:]))
+            self.out.values[node] = source.viewed(tuple(node.meta["shape"][1:]))
 
     def slice(self, node: fx.Node) -> None:
         x, dim, lo, hi = node.args
         source = self.out.values[x]
         if dim != 1:
             raise UserError(f"a slice across heads at {self.out.path} is not contiguous; the GPU backend cannot use it")
-        inner = math.prod(source.shape[1:])
-        self.out.values[node] = Value(source.buffer, source.column + lo * inner, (hi - lo, *source.shape[1:]))
+        self.out.values[node] = source.sliced(lo, hi)
 
     # ---- kernels
 
