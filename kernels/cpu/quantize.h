@@ -13,6 +13,9 @@ struct QuantBuf {
   int32_t* sum;
 };
 
+// Four consecutive values of q, as one lane of a vector holds them.
+LLMC_INLINE int32_t quad_at(const int8_t* x) { return load<int32_t>(x); }
+
 // One group: scale = amax / 127, q = round to nearest even (x / scale). With a NaN or infinity in the group, q is 0 and
 // the scale NaN, so that the products are NaN too instead of a plausible number.
 LLMC_INLINE void quantize_group(f32x16 a, f32x16 b, int8_t* q, float* scale, int32_t* sum) {
