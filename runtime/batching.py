@@ -6,6 +6,8 @@ sequences, so preemption and abort leave nothing behind here.
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,27 +24,25 @@ def build_batch(chunks: list[Chunk], eos_token_ids: frozenset[int]) -> Batch:
     """The ragged batch of a step; rows are the last tokens of the chunks that sample, in the order of the
     chunks.
     """
-    total = sum(chunk.count for chunk in chunks)
-    tokens: Int32 = np.empty(total, np.int32)
-    positions: Int32 = np.empty(total, np.int32)
-    query_start: Int32 = np.zeros(len(chunks) + 1, np.int32)
+    tokens, positions = array("i"), array("i")
+    query_start, rows = [0], []
     tables: Int32 = np.zeros((len(chunks), max(len(chunk.sequence.pages) for chunk in chunks)), np.int32)
-    rows: list[int] = []
     sampling: list[RowSampling] = []
-    offset = 0
-    for i, chunk in enumerate(chunks):
-        sequence, end = chunk.sequence, offset + chunk.count
-        # The array's slice is a copy, and the view on pages ends with the statement: neither blocks a later
-        # append.
-        tokens[offset:end] = np.frombuffer(sequence.tokens[chunk.start : chunk.start + chunk.count], np.int32)
-        positions[offset:end] = np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int32)
-        tables[i, : len(sequence.pages)] = np.frombuffer(sequence.pages, np.int32)
-        query_start[i + 1] = offset = end
+    for table, chunk in zip(tables, chunks, strict=True):
+        sequence, end = chunk.sequence, chunk.start + chunk.count
+        tokens.extend(sequence.tokens[chunk.start : end])
+        positions.extend(range(chunk.start, end))
+        # The view on the pages ends with the statement: it does not block a later append.
+        table[: len(sequence.pages)] = np.frombuffer(sequence.pages, np.int32)
+        query_start.append(len(tokens))
         if chunk.samples:
-            rows.append(end - 1)
-            sampling.append(row_sampling(sequence, eos_token_ids))
+            rows.append(len(tokens) - 1)
+            sampling.append(sequence.row_sampling or row_sampling(sequence, eos_token_ids))
     want_logits = any(chunk.samples and chunk.sequence.request.params.logprobs for chunk in chunks)
-    return Batch(tokens, positions, query_start, tables, np.array(rows, np.int32), tuple(sampling), want_logits)
+    return Batch(
+        np.frombuffer(tokens, np.int32), np.frombuffer(positions, np.int32), np.array(query_start, np.int32), tables,
+        np.array(rows, np.int32), tuple(sampling), want_logits,
+    )  # fmt: skip
 
 
 def row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampling:
@@ -50,10 +50,11 @@ def row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampli
     params = sequence.request.params
     penalty_tokens, penalty_counts = _penalties(sequence)
     bias = dict(params.logit_bias)
-    if sequence.num_output < params.min_tokens:
+    too_short = sequence.num_output < params.min_tokens
+    if too_short:
         stops = set(params.stop_token_ids) if params.ignore_eos else eos_token_ids.union(params.stop_token_ids)
         bias.update(dict.fromkeys(sorted(stops), SUPPRESSED))
-    return RowSampling(
+    row = RowSampling(
         temperature=params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
         top_k=max(params.top_k, 0),
         top_p=max(params.top_p, 1e-6),
@@ -67,6 +68,9 @@ def row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampli
         bias_tokens=np.fromiter(bias, np.int32, len(bias)) if bias else None,
         bias_values=np.fromiter(bias.values(), np.float32, len(bias)) if bias else None,
     )
+    if not too_short and penalty_tokens is None:
+        sequence.row_sampling = row
+    return row
 
 
 def _penalties(sequence: Sequence) -> tuple[Int32 | None, Int32 | None]:

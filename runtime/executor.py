@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +20,15 @@ from llmc.errors import UserError
 from llmc.runtime.batch import PAGE_SIZE as PAGE_SIZE
 from llmc.runtime.batch import Batch, StepOutput, nothing
 from llmc.runtime.batch_check import check_batch
+from llmc.runtime.phases import Phase, parse_phases
 from llmc.runtime.plan import ABI_VERSION
 from llmc.runtime.sampling_rows import pack_sampling
 
 _POINTERS = ("tokens", "positions", "query_start", "block_tables", "rows", "sampling", "penalty_tokens",
              "penalty_counts", "bias_tokens", "bias_values", "out_tokens", "out_logprobs", "logits")  # fmt: skip
+PEAKS = ("fp32", "int8", "int4")
+"""Kinds of arithmetic, in the order of `peak_ops` in kernels/cpu/limits.h: float32, and int8 activations with weights
+of 8 and of 4 bits."""
 
 
 class _Batch(ctypes.Structure):
@@ -61,19 +66,23 @@ def load_code(code: bytes | memoryview) -> ctypes.CDLL:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     i32, i64, ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     signatures = {
-        "llmc_abi_version": (i32, []),
         "llmc_vocab_size": (i32, []),
         "llmc_page_bytes": (i64, []),
         "llmc_arena_bytes": (i64, [i32, i32, i32]),
         "llmc_create": (ptr, [ptr, ptr, i64, ptr, i32, i32, i32, ctypes.POINTER(i32)]),
         "llmc_step": (i32, [ptr, ctypes.POINTER(_Batch)]),
         "llmc_destroy": (None, [ptr]),
+        "llmc_phases": (ctypes.c_char_p, []),
+        "llmc_profile": (None, [ptr, ptr]),
+        "llmc_touch_memory": (None, [ptr, ptr, i64]),
+        "llmc_read_bandwidth": (ctypes.c_double, [ptr, ptr, i64]),
+        "llmc_peak_ops": (ctypes.c_double, [ptr, i32]),
     }
+    if library.llmc_abi_version() != ABI_VERSION:
+        raise UserError("the plan's machine code is of another ABI version; rebuild the plan")
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    if library.llmc_abi_version() != ABI_VERSION:
-        raise UserError("the plan's machine code is of another ABI version; rebuild the plan")
     return library
 
 
@@ -94,8 +103,8 @@ class CpuExecutor:
         self.arena_bytes: int = self._library.llmc_arena_bytes(
             config.max_num_tokens, config.max_num_rows, config.threads
         )
-        self._kv = _anonymous(self.page_bytes * config.num_pages, "the KV pool (--kv-cache-memory)")
-        self._arena = _anonymous(self.arena_bytes, "activations (--max-num-batched-tokens)")
+        self._kv = anonymous_memory(self.page_bytes * config.num_pages, "the KV pool (--kv-cache-memory)")
+        self._arena = anonymous_memory(self.arena_bytes, "activations (--max-num-batched-tokens)")
         error = ctypes.c_int32(0)
         self._engine: int | None = self._library.llmc_create(
             self._weights.ctypes.data, self._kv.ctypes.data, config.num_pages, self._arena.ctypes.data,
@@ -128,6 +137,33 @@ class CpuExecutor:
             raise ValueError("the batch is larger than the engine's arena")
         return StepOutput(out_tokens, out_logprobs, logits)
 
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of every step, in order."""
+        return parse_phases(self._library.llmc_phases().decode())
+
+    @contextmanager
+    def profile(self) -> Iterator[npt.NDArray[np.int64]]:
+        """Nanoseconds of each phase [len(phases)], int64, which the steps inside the block add up."""
+        ns = np.zeros(len(self.phases), np.int64)
+        self._library.llmc_profile(self._engine, ns.ctypes.data)
+        try:
+            yield ns
+        finally:
+            self._library.llmc_profile(self._engine, None)
+
+    def touch_memory(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Writes memory that `read_bandwidth` is to read: each thread its own part."""
+        self._library.llmc_touch_memory(self._engine, memory.ctypes.data, memory.nbytes)
+
+    def read_bandwidth(self, memory: npt.NDArray[np.uint8]) -> float:
+        """Bytes/s of all threads in one pass over memory that `touch_memory` wrote. Of a cache, if it fits in one."""
+        return float(self._library.llmc_read_bandwidth(self._engine, memory.ctypes.data, memory.nbytes))
+
+    def peak_ops(self, kind: str) -> float:
+        """Operations/s of all threads in registers, a multiply-add being two. kind: one of PEAKS."""
+        return float(self._library.llmc_peak_ops(self._engine, PEAKS.index(kind)))
+
     def close(self) -> None:
         """Stops the threads and frees the pool; safe to call twice."""
         if self._engine is not None:
@@ -135,7 +171,7 @@ class CpuExecutor:
             self._engine = None
 
 
-def _anonymous(size: int, purpose: str) -> npt.NDArray[np.uint8]:
+def anonymous_memory(size: int, purpose: str) -> npt.NDArray[np.uint8]:
     """Zeroed page-aligned memory that the system commits on first touch."""
     try:
         return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)

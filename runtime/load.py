@@ -162,7 +162,7 @@ def _num_pages(options: LoadOptions, max_model_len: int, page_bytes: int) -> int
     if asked is not None:
         return asked
     per_sequence = -(-max_model_len // PAGE_SIZE)
-    share = int(_available_memory() * _KV_SHARE) // page_bytes
+    share = int(available_memory() * _KV_SHARE) // page_bytes
     return max(per_sequence, min(per_sequence * options.max_num_seqs, share))
 
 
@@ -176,7 +176,8 @@ def _pages_asked_for(options: LoadOptions, max_model_len: int, page_bytes: int) 
     return min(pages, -(-max_model_len // PAGE_SIZE) * options.max_num_seqs)
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
+    """Bytes of main memory that processes can still take."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

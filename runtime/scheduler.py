@@ -25,6 +25,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+from llmc.runtime.batch import RowSampling
 from llmc.runtime.kv import BlockAllocator
 from llmc.runtime.request import Request, RequestError
 
@@ -48,6 +49,8 @@ class Sequence:
         # How often each id occurs in the output: what the penalties need, kept so as not to count anew each
         # step.
         self.output_counts: dict[int, int] = {}
+        # How its rows are sampled, once that is the same for all that follow; batching.py keeps it here.
+        self.row_sampling: RowSampling | None = None
 
     @property
     def num_output(self) -> int:
@@ -216,6 +219,8 @@ class Scheduler:
         Room for the whole sequence, not just its first chunk: else a half-done prefill would soon be
         preempted again.
         """
+        if not self.waiting:
+            return
         allocator = self.allocator
         promised = sum(allocator.pages_for(len(s.tokens)) - len(s.pages) for s in self.running)
         while self.waiting and step.budget > 0 and len(self.running) < self.max_num_seqs:

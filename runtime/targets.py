@@ -17,7 +17,8 @@ class Target:
     """A kind of machine that code is compiled for.
 
     name: as the user writes it. zig_target / zig_cpu: what the compiler takes. machine: `uname -m`.
-    features: /proc/cpuinfo flags that must all be there. Targets are listed from best to most general.
+    features: /proc/cpuinfo flags that must all be there. default: `llmc build` compiles for it unasked.
+    Targets are listed from best to most general.
     """
 
     name: str
@@ -25,17 +26,23 @@ class Target:
     zig_cpu: str
     machine: str
     features: frozenset[str]
+    default: bool = False
 
 
 _V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"])
 _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"])
-_GLIBC = "x86_64-linux-gnu.2.28"
+_DOTPROD = frozenset(["asimd", "asimddp", "asimdrdm", "atomics", "crc32"])
+"""Armv8.2 with the dot product: Neoverse N1 (Graviton2, Ampere Altra) and Cortex-A76 upwards, all Apple silicon."""
+_X86, _ARM = "x86_64-linux-gnu.2.28", "aarch64-linux-gnu.2.28"
 
 CPU_TARGETS: tuple[Target, ...] = (
-    Target("cpu:x86-64-v4", _GLIBC, "x86_64_v4+avx512vnni", "x86_64", _V4),
-    Target("cpu:x86-64-v3", _GLIBC, "x86_64_v3", "x86_64", _V3),
-    Target("cpu:x86-64", _GLIBC, "x86_64", "x86_64", frozenset()),
+    Target("cpu:x86-64-v4", _X86, "x86_64_v4+avx512vnni", "x86_64", _V4, default=True),
+    Target("cpu:x86-64-v3+avxvnni", _X86, "x86_64_v3+avxvnni", "x86_64", _V3 | {"avx_vnni"}),
+    Target("cpu:x86-64-v3", _X86, "x86_64_v3", "x86_64", _V3, default=True),
+    Target("cpu:x86-64", _X86, "x86_64", "x86_64", frozenset(), default=True),
+    Target("cpu:aarch64+dotprod", _ARM, "generic+v8_2a+dotprod", "aarch64", _DOTPROD),
 )
+DEFAULT_TARGETS = tuple(t for t in CPU_TARGETS if t.default)
 
 
 def host_features() -> frozenset[str]:

@@ -17,7 +17,7 @@ from llmc import build as compiler
 from llmc.cli import main, size
 from llmc.codegen.plan_writer import PlanWriter
 
-COMMANDS = ("build", "serve", "run", "inspect", "verify")
+COMMANDS = ("build", "serve", "run", "bench", "inspect", "verify")
 
 
 def llmc(*args: Any) -> Any:
@@ -78,6 +78,7 @@ def test_the_flags_that_are_promised() -> None:
         "serve": "host port max-model-len max-num-seqs max-num-batched-tokens kv-cache-memory threads api-key "
         "served-model-name",
         "run": "raw max-tokens temperature seed",
+        "bench": "input-len batch-size context-len output-len threads profile output-json plot",
         "inspect": "json",
     }
     for command, flags in promised.items():

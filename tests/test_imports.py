@@ -31,15 +31,18 @@ for module in pkgutil.walk_packages(llmc.runtime.__path__, "llmc.runtime."):
 """
 
 
+_COMMANDS = "import llmc.cli, llmc.bench, llmc.bench_report, llmc.bench_plot, llmc.run, llmc.inspect\n"
+
+
 def test_the_runtime_and_the_command_line_load_no_compiler() -> None:
-    loaded = _loaded("import llmc.cli, llmc.run, llmc.inspect\n" + _RUNTIME)
+    loaded = _loaded(_COMMANDS + _RUNTIME)
     assert {"llmc.runtime.server.app", "llmc.runtime.executor", "llmc.runtime.chat", "fastapi"} <= loaded
     assert not loaded & {*COMPILER, *OURS}
 
 
 def test_the_runtime_works_where_the_compiler_is_not_installed() -> None:
     blocked = f"import sys\nfor name in {COMPILER!r}: sys.modules[name] = None\n"
-    assert "llmc.runtime.server.app" in _loaded(blocked + "import llmc.cli, llmc.run, llmc.inspect\n" + _RUNTIME)
+    assert "llmc.runtime.server.app" in _loaded(blocked + _COMMANDS + _RUNTIME)
 
 
 @pytest.mark.parametrize("module", ["llmc", "llmc.errors", "llmc.runtime.plan", "llmc.runtime.targets"])

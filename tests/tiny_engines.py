@@ -30,7 +30,8 @@ from llmc.runtime.executor import CpuExecutor, ExecutorConfig
 from llmc.runtime.targets import parse_target
 
 GREEDY = RowSampling(temperature=0.0)
-PRECISIONS = FORMATS | {"int8, float32 KV": ("w8", "w8", "f32"), "int4, float32 KV": ("w4", "w8", "f32")}
+PRECISIONS = FORMATS | {"int8, float32 KV": ("w8", "w8", "f32"), "int4, float32 KV": ("w4", "w8", "f32"),
+                        "fp32, int8 KV": ("f32", "f32", "int8")}  # fmt: skip
 """With float32 keys and values a quantised engine computes what the dialect's reference does, to the last bits."""
 _NAMES = re.compile(r"\b[A-Za-z_]\w*\b")
 
@@ -128,26 +129,43 @@ class Sequences:
         return np.stack(self.logits[sequence])
 
 
+def _barriers(program: Program, few: bool) -> dict[int, int]:
+    """Barriers before each phase in a step of few or of many rows."""
+    count, before = 0, {}
+    for call in program.calls:
+        count += call.wait in ("always", "few rows" if few else "many rows")
+        before[call.phase] = count
+    return before
+
+
 def check_schedule(program: Program) -> None:
     """What every program must hold, worked out from the text of its calls alone.
 
-    A value is read in the phase that wrote it only by a kernel that keeps to the rows of its own thread; a buffer
-    lives from its write to its last read; buffers that live together do not overlap.
+    Between two barriers a value is read only by kernels that keep to the rows of their own thread, or by the thread
+    that made all of it for itself; a buffer lives from its write to its last read; buffers that live together do not
+    overlap.
     """
     buffers = {b.name: b for b in program.buffers}
     written: dict[str, Any] = {}
+    barriers = {few: _barriers(program, few) for few in (False, True)}
     for call in program.calls:
         kernel = call.text.split("<")[0].split("(")[0]
-        operands = [n for n in _NAMES.findall(call.text.split("(par", 1)[1]) if n in buffers]
+        operands = [n for n in _NAMES.findall(call.text.split("(", 1)[1]) if n in buffers]
         out = operands.pop() if kernel not in ("kv_write", "sample") else None
         for name in operands:
             assert name in written, f"{call.text} reads {name} before it is written"
             made = written[name]
-            assert made.phase < call.phase or made.partition == call.partition != "columns", call.text
-            assert buffers[name].first <= made.phase and call.phase <= buffers[name].last, call.text
+            assert made.private == buffers[name].private
+            by_rows = made.partition == call.partition != "columns"
+            assert barriers[False][made.phase] < barriers[False][call.phase] or by_rows, call.text
+            own = made.private and (call.private or call.partition == "columns")
+            assert barriers[True][made.phase] < barriers[True][call.phase] or own or by_rows > call.private, call.text
+            assert own or not made.private, call.text
+            assert buffers[name].first <= made.epoch and call.epoch <= buffers[name].last, call.text
         if out is not None:
             assert out not in written and out not in operands, f"{call.text} overwrites its operand"
-            assert buffers[out].first <= call.phase <= buffers[out].last, call.text
+            assert buffers[out].first <= call.epoch <= buffers[out].last, call.text
+            assert f"({'own_' + buffers[out].domain if call.private else 'par'}, " in call.text
             written[out] = call
     assert written.keys() == buffers.keys()
     for a in program.buffers:

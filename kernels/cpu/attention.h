@@ -1,159 +1,147 @@
 // Causal attention over the paged pool, with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
 //
-// A (token, query head) pair is a row. A row visits the pages from that of its first visible position to its own in
-// ascending order, always whole pages at multiples of 16, so its operations depend on its position alone: not on how
-// the prompt was cut into chunks or on which rows share a visit. A block of consecutive tokens of one sequence and all
-// query heads of one key/value head pass over the pages together and share the loads.
+// A (token, query head) pair is a row. Positions are cut into ranges of 256; each range gives a row its own maximum,
+// sum and weighted values, and the ranges are merged in ascending order. All that enters a row's result is fixed by
+// its own position, so it has the same bits however the prompt was cut into chunks, whichever rows share a visit, and
+// whether one thread does all ranges or many share them (FlashDecoding, Dao et al. 2023).
 #pragma once
-#include "kv.h"
-#include "vmath.h"
+#include "attention_block.h"
 
 namespace llmc {
 
-struct AttentionParams {
-  float scale;         // of q . k
-  int window;          // key j is visible to i if i - window < j <= i; 0: all j <= i
-  float softcap;       // s = softcap * tanh(s / softcap) after scaling; 0: off
-  const float* sinks;  // [HQ] an extra logit per head in the softmax's denominator, or null
+// Memory for what threads that share a row leave to each other, aligned to 64. None: they share no rows.
+struct AttentionScratch {
+  void* p;
+  int64_t bytes;
 };
 
-// The rows of one block. All share the key/value head.
-template <int ROWS, int D>
-struct AttentionRows {
-  static constexpr int kPadded = round_up(D, kLanes);
-  const float* q[ROWS];
-  float max[ROWS], sum[ROWS];
-  alignas(64) float weights[ROWS][kPageSize];
-  alignas(64) float acc[ROWS][kPadded];
-};
-
-LLMC_INLINE int first_visible(int position, int window) {
-  return window > 0 && position - window + 1 > 0 ? position - window + 1 : 0;
-}
-
-// Logits of one page become weights; returns what the row's accumulated sums must be multiplied by.
-LLMC_INLINE float softmax_step(f32x16 s, int begin, int end, const AttentionParams& p, float& max, float& sum,
-                               float* weights) {
-  s *= p.scale;
-  if (p.softcap > 0.0f) s = p.softcap * tanh(s / p.softcap);
-  i32x16 lane = lane_ids();
-  s = ((lane >= begin) & (lane < end)) ? s : splat(-kInf);
-  float page_max = hmax(s), new_max = page_max > max ? page_max : max;
-  float correction = exp(splat(max - new_max))[0];
-  f32x16 w = exp(s - new_max);
-  store(weights, w);
-  sum = fma(splat(sum), splat(correction), splat(hsum(w)))[0];
-  max = new_max;
-  return correction;
-}
-
-// RB rows from `first` visit one page, of which they see the slots begin .. end - 1.
-template <int RB, int ROWS, int D, class E>
-inline void visit_page(AttentionRows<ROWS, D>& rows, int first, const E* keys, int begin, int end,
-                       const AttentionParams& p) {
-  f32x16 s[RB];
-  float correction[RB];
-  for (int r = 0; r < RB; ++r) s[r] = f32x16{};
-  for (int d = 0; d < D; ++d) {
-    f32x16 k = kv_load_n(keys + d * kPageSize, kLanes);
-    for (int r = 0; r < RB; ++r) s[r] = fma(splat(rows.q[first + r][d]), k, s[r]);
-  }
-  for (int r = 0; r < RB; ++r)
-    correction[r] = softmax_step(s[r], begin, end, p, rows.max[first + r], rows.sum[first + r],
-                                 rows.weights[first + r]);
-  const E* values = keys + kPageSize * D;
-  for (int d = 0; d < D; d += kLanes) {
-    int n = D - d < kLanes ? D - d : kLanes;
-    f32x16 acc[RB];
-    for (int r = 0; r < RB; ++r) acc[r] = load<f32x16>(&rows.acc[first + r][d]) * correction[r];
-    for (int j = begin; j < end; ++j) {
-      f32x16 v = kv_load_n(values + j * D + d, n);
-      for (int r = 0; r < RB; ++r) acc[r] = fma(splat(rows.weights[first + r][j]), v, acc[r]);
-    }
-    for (int r = 0; r < RB; ++r) store(&rows.acc[first + r][d], acc[r]);
-  }
-}
-
-template <int RB, int ROWS, int D, class E>
-LLMC_INLINE void visit_page_by(int count, AttentionRows<ROWS, D>& rows, int first, const E* keys, int begin, int end,
-                               const AttentionParams& p) {
-  if constexpr (RB > 0) {
-    if (count == RB) return visit_page<RB>(rows, first, keys, begin, end, p);
-    visit_page_by<RB - 1>(count, rows, first, keys, begin, end, p);
-  }
-}
-
-constexpr int kAttentionRows = 4;  // rows that share the loads of a page
-
-template <int HQ, int HKV>
-constexpr int attention_block() {  // tokens in a block
-  return HQ / HKV >= 16 ? 1 : 16 / (HQ / HKV);
-}
-
-// Tokens begin .. end - 1 (at most attention_block of them) of one sequence, one key/value head.
+// Work items of a batch. An item is a block of tokens and a key/value head; of a sequence with one token, when its rows
+// are shared, one range of that.
 template <int HQ, int HKV, int D, Kv KV>
-inline void attend_block(const int32_t* pages, const int32_t* positions, int begin, int end, int head, Mat q,
-                         const uint8_t* layer_base, const AttentionParams& p, Mat out) {
-  constexpr int G = HQ / HKV, kRows = attention_block<HQ, HKV>() * G;
-  AttentionRows<kRows, D> rows;
-  int num_rows = (end - begin) * G;
-  for (int r = 0; r < num_rows; ++r) {
-    int h = head * G + r % G;
-    rows.q[r] = q.row(begin + r / G) + h * D;
-    rows.max[r] = p.sinks != nullptr ? p.sinks[h] : -kInf;
-    rows.sum[r] = p.sinks != nullptr ? 1.0f : 0.0f;
-    __builtin_memset(rows.acc[r], 0, sizeof(rows.acc[r]));
-  }
-  int last_page = positions[end - 1] / kPageSize;
-  for (int page = first_visible(positions[begin], p.window) / kPageSize; page <= last_page; ++page) {
-    const KvElement<KV>* keys = kv_head<HKV, D, KV>(layer_base, pages[page], head);
-    auto visible = [&](int r) -> Range {
-      int position = positions[begin + r / G], base = page * kPageSize;
-      int from = first_visible(position, p.window) - base, to = position + 1 - base;
-      return {from < 0 ? 0 : from, to > kPageSize ? kPageSize : to};
-    };
-    for (int r = 0; r < num_rows;) {
-      Range slots = visible(r);
-      int count = 1;
-      while (count < kAttentionRows && r + count < num_rows) {
-        Range next = visible(r + count);
-        if (next.begin != slots.begin || next.end != slots.end) break;
-        ++count;
-      }
-      if (slots.begin < slots.end)
-        visit_page_by<kAttentionRows>(count, rows, r, keys, slots.begin, slots.end, p);
-      r += count;
-    }
-  }
-  for (int r = 0; r < num_rows; ++r) {
-    float* to = out.row(begin + r / G) + (head * G + r % G) * D;
-    for (int d = 0; d < D; d += kLanes)
-      store_n(to + d, load<f32x16>(&rows.acc[r][d]) / rows.sum[r], D - d < kLanes ? D - d : kLanes);
-  }
-}
+struct Attention {
+  static constexpr int kBlock = attention_block<HQ, HKV, D>();
+  using Block = AttentionBlock<HQ, HKV, D, KV>;
+  using Partial = RunningSoftmax<HQ / HKV, D>;
 
-// q, out [T][HQ * D]; out is not q. Work items (block of tokens, key/value head) go to threads by their estimated cost;
-// an item is whole in one thread. Reads rows of other threads: a barrier stands before and after it.
-template <int HQ, int HKV, int D, Kv KV>
-inline void attention(Par par, const Batch& batch, Mat q, const uint8_t* layer_base, AttentionParams p, Mat out) {
-  constexpr int kBlock = attention_block<HQ, HKV>();
-  auto each_block = [&](auto visit) {
-    for (int s = 0; s < batch.num_seqs; ++s)
-      for (int t = batch.query_start[s]; t < batch.query_start[s + 1]; t += kBlock) {
-        int end = t + kBlock < batch.query_start[s + 1] ? t + kBlock : batch.query_start[s + 1];
-        int first = first_visible(batch.positions[t], p.window);
-        int64_t pages = batch.positions[end - 1] / kPageSize - first / kPageSize + 1;
-        visit(s, t, end, (pages + 1) * (end - t));
-      }
+  const Batch& batch;
+  Mat q;
+  const uint8_t* layer_base;
+  AttentionParams p;
+  Mat out;
+  AttentionScratch scratch;
+
+  struct Item {
+    int sequence, begin, end;  // tokens
+    Range ranges;              // those it attends to
+    int64_t cost, partial;     // partial: index of its first result in the scratch memory, -1: it is whole
   };
-  int64_t total = 0, done = 0;
-  each_block([&](int, int, int, int64_t cost) { total += cost * HKV; });
-  each_block([&](int s, int t, int end, int64_t cost) {
-    for (int head = 0; head < HKV; ++head, done += cost)
-      if (done * par.nt / total == par.tid)
-        attend_block<HQ, HKV, D, KV>(batch.block_tables + (int64_t)s * batch.block_table_stride, batch.positions, t,
-                                     end, head, q, layer_base, p, out);
-  });
+
+  LLMC_INLINE Range ranges_of(int begin, int end) const {
+    return {first_visible(batch.positions[begin], p.window) / kRange, batch.positions[end - 1] / kRange + 1};
+  }
+  LLMC_INLINE int64_t pages_of(int begin, int end, int range) const {
+    Range pages{first_visible(batch.positions[begin], p.window) / kPageSize,
+                batch.positions[end - 1] / kPageSize + 1};
+    if (range >= 0) pages = overlap(pages, {range * kRangePages, (range + 1) * kRangePages});
+    return pages.end - pages.begin;
+  }
+
+  // Items by sequence, token and range; each stands for all heads.
+  template <class Visit>
+  LLMC_INLINE void each_item(bool share, Visit visit) const {
+    int64_t partial = 0;
+    for (int s = 0; s < batch.num_seqs; ++s) {
+      int first = batch.query_start[s], last = batch.query_start[s + 1];
+      if (share && last - first == 1) {
+        Range ranges = ranges_of(first, last);
+        for (int i = ranges.begin; i < ranges.end; ++i, partial += HKV)
+          visit(Item{s, first, last, {i, i + 1}, (pages_of(first, last, i) + 1) * 2, partial});
+      } else {
+        for (int t = first; t < last; t += kBlock) {
+          int end = t + kBlock < last ? t + kBlock : last;
+          visit(Item{s, t, end, ranges_of(t, end), (pages_of(t, end, -1) + 1) * (end - t + 1), -1});
+        }
+      }
+    }
+  }
+
+  // Whether sequences of one token are divided into ranges: when one of them would keep a thread busy for more than an
+  // eighth of its time, and the memory is there. Every thread finds the same.
+  bool shares_rows(int threads) const {
+    int64_t total = 0, largest = 0, partials = 0;
+    each_item(false, [&](const Item& i) {
+      total += i.cost * HKV;
+      if (batch.query_start[i.sequence + 1] - batch.query_start[i.sequence] != 1) return;
+      partials += (i.ranges.end - i.ranges.begin) * HKV;
+      if (i.ranges.end - i.ranges.begin > 1 && i.cost > largest) largest = i.cost;
+    });
+    return threads > 1 && largest * threads * 8 > total && partials * (int64_t)sizeof(Partial) <= scratch.bytes;
+  }
+
+  void start(Block& block, const Item& item, int head) const {
+    const int32_t* pages = batch.block_tables + (int64_t)item.sequence * batch.block_table_stride;
+    block.start({layer_base, pages, head}, batch, item.begin, item.end, q, p);
+  }
+
+  // The items of one thread.
+  void attend(Par par, bool share) const {
+    int64_t total = 0, done = 0;
+    each_item(share, [&](const Item& item) { total += item.cost * HKV; });
+    each_item(share, [&](const Item& item) {
+      for (int head = 0; head < HKV; ++head, done += item.cost) {
+        if (done * par.nt / total != par.tid) continue;
+        Block block;
+        start(block, item, head);
+        for (int i = item.ranges.begin; i < item.ranges.end; ++i) {
+          block.attend_range(i, p);
+          if (item.partial < 0) block.merge(i, block.range);
+        }
+        if (item.partial < 0)
+          block.finish(out);
+        else
+          leave(block.range, item.partial + head);
+      }
+    });
+  }
+
+  void leave(const typename Block::Sums& range, int64_t at) const {
+    Partial& partial = ((Partial*)scratch.p)[at];
+    for (int r = 0; r < HQ / HKV; ++r) {
+      partial.max[r] = range.max[r], partial.sum[r] = range.sum[r];
+      __builtin_memcpy(partial.acc[r], range.acc[r], sizeof(partial.acc[r]));
+    }
+  }
+
+  // Shared rows, after a barrier: their ranges in order, each row in one thread.
+  void merge(Par par) const {
+    int64_t row = 0;
+    each_item(true, [&](const Item& item) {
+      if (item.partial < 0 || item.ranges.begin != ranges_of(item.begin, item.end).begin) return;
+      for (int head = 0; head < HKV; ++head, ++row) {
+        if (row % par.nt != par.tid) continue;
+        Block block;
+        start(block, item, head);
+        const Partial* partials = (const Partial*)scratch.p + item.partial + head;
+        Range ranges = block.ranges();
+        for (int i = ranges.begin; i < ranges.end; ++i) block.merge(i, partials[(i - ranges.begin) * HKV]);
+        block.finish(out);
+      }
+    });
+  }
+};
+
+// q, out [T][HQ * D]; out is not q. Items go to threads by their estimated cost. Reads rows of other threads: a barrier
+// stands before and after it. Sequences of one token that are few and long are shared by threads through `scratch`,
+// with a barrier of its own.
+template <int HQ, int HKV, int D, Kv KV>
+inline void attention(Par par, const Batch& batch, Mat q, const uint8_t* layer_base, AttentionParams p, Mat out,
+                      AttentionScratch scratch = {nullptr, 0}) {
+  Attention<HQ, HKV, D, KV> work{batch, q, layer_base, p, out, scratch};
+  bool share = work.shares_rows(par.nt);
+  work.attend(par, share);
+  if (!share) return;
+  par.barrier();
+  work.merge(par);
 }
 
 }  // namespace llmc

@@ -6,16 +6,21 @@
 // The integer sums are written once per instruction set, in dot_*.h. A tile is multiplied in pieces as wide as a
 // register: SumLanes and FloatLanes hold the lanes of one piece.
 //
-// dot_group_w8: sum[t][lane] = sum over the 32 k of a group of weight[lane][k] * x[t * stride + k], exact in int32, for
-// the lanes of one piece. The weights are stored as q + 128, the result is for q; xsum[t * sum_stride] is the sum of x
-// over the group. dot_group_w4: the same for the unsigned four-bit elements of a group of W4.
+// dot_group_w8: sum[t][lane] = sum over the 32 k of a group of weight[lane][k] * x[t][k], exact in int32, for the lanes
+// of one piece. x[t] starts t * stride bytes after x, in the form that quantize gives it for the format. The weights
+// are stored as q + 128, the result is for q; xsum[t * sum_stride] is what quantize gives for that. dot_group_w4: the
+// same for the unsigned four-bit elements of a group of W4.
 #pragma once
 #include "quantize.h"
 #include "weights.h"
 #if defined(__AVX512VNNI__)
 #include "dot_avx512.h"
+#elif defined(__AVXVNNI__)
+#include "dot_avxvnni.h"
 #elif defined(__AVX2__)
 #include "dot_avx2.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "dot_neon.h"
 #else
 #include "dot_portable.h"
 #endif
@@ -34,57 +39,63 @@ LLMC_INLINE FloatLanes scales_at(const uint16_t* p) {
   return v;
 }
 
-// Lines of the weight stream asked for ahead of use when a step reads each weight once.
-constexpr int kPrefetchBytes = 2048;
-
-template <int BYTES>
-LLMC_INLINE void prefetch(const void* p) {
-  for (int i = 0; i < BYTES; i += 64) __builtin_prefetch((const char*)p + kPrefetchBytes + i, 0, 2);
-}
+// Lines to be fetched into the cache while a tile is multiplied: `step` bytes, a multiple of 64, for every kUnit elements
+// along K.
+struct Ahead {
+  const char* p;
+  int step;
+  LLMC_INLINE void fetch() {
+    for (int i = 0; i < step; i += 64) __builtin_prefetch(p + i, 0, 2);
+    p += step;
+  }
+};
+constexpr int kUnit = kGroup;
 
 LLMC_INLINE f32x16 load_weights(const float* p) { return load<f32x16>(p); }
 LLMC_INLINE f32x16 load_weights(const uint16_t* p) { return bf16_to_f32(load<u16x16>(p)); }
 
-// acc[t] = sum over k of weight[lane][k] * x[t][k]; E is float (F32) or uint16_t (BF16); w is one tile.
-template <int K, int TT, bool STREAM, class E>
-LLMC_INLINE void dot_tile(const E* w, Mat x, int first_row, f32x16 (&acc)[TT]) {
+// acc[t] += sum over k, from..to - 1, of weight[lane][k] * x[t][k], in order. E is float (F32) or uint16_t (BF16); w is
+// one tile.
+template <int TT, class E>
+LLMC_INLINE void dot_tile(const E* w, Mat x, int first_row, int from, int to, Ahead ahead, f32x16 (&acc)[TT]) {
   const float* rows[TT];
-  for (int t = 0; t < TT; ++t) {
-    rows[t] = x.row(first_row + t);
-    acc[t] = f32x16{};
-  }
-  for (int k = 0; k < K; ++k) {
-    if constexpr (STREAM) prefetch<sizeof(E) * kLanes>(w + (int64_t)k * kLanes);
-    f32x16 wv = load_weights(w + (int64_t)k * kLanes);
-    for (int t = 0; t < TT; ++t) acc[t] = fma(splat(rows[t][k]), wv, acc[t]);
+  for (int t = 0; t < TT; ++t) rows[t] = x.row(first_row + t);
+  for (int k = from; k < to;) {
+    ahead.fetch();
+    for (int end = k + kUnit < to ? k + kUnit : to; k < end; ++k) {
+      f32x16 wv = load_weights(w + (int64_t)k * kLanes);
+      for (int t = 0; t < TT; ++t) acc[t] = fma(splat(rows[t][k]), wv, acc[t]);
+    }
   }
 }
 
-// The same for quantised weights and inputs; data, scale and min point at one tile.
-template <Fmt FMT, int K, int TT, bool STREAM>
+// The same for quantised weights and inputs, by groups; data, scale and min point at one tile. K is padded.
+template <Fmt FMT, int K, int TT>
 LLMC_INLINE void dot_tile(const uint8_t* data, const uint16_t* scale, const uint16_t* min, QuantBuf x, int first_row,
-                          f32x16 (&acc)[TT]) {
-  constexpr int kPadded = round_up(K, kGroup), kGroups = kPadded / kGroup, kBytes = FMT == Fmt::w8 ? 512 : 256;
-  const int8_t* q = x.q + (int64_t)first_row * kPadded;
+                          int from, int to, Ahead ahead, f32x16 (&acc)[TT]) {
+  constexpr int kGroups = K / kGroup, kBytes = FMT == Fmt::w8 ? 512 : 256, kStride = q_bytes(FMT, K);
+  const int8_t* q = x.q + (int64_t)first_row * kStride;
   const float* xscale = x.scale + (int64_t)first_row * kGroups;
   const int32_t* xsum = x.sum + (int64_t)first_row * kGroups;
-  FloatLanes part[TT][kPieces] = {};
-  for (int g = 0; g < kGroups; ++g) {
-    if constexpr (STREAM) prefetch<kBytes>(data + (int64_t)g * kBytes);
+  FloatLanes part[TT][kPieces];
+  for (int t = 0; t < TT; ++t) __builtin_memcpy(part[t], &acc[t], sizeof(acc[t]));
+  for (int g = from / kGroup; g < to / kGroup; ++g) {
+    ahead.fetch();
 #pragma clang loop unroll(full)
     for (int piece = 0; piece < kPieces; ++piece) {
       __asm__ volatile("" ::: "memory");  // or the inputs that the pieces share would be kept, and spill
       SumLanes sum[TT];
+      const int8_t* qg = q + g * q_bytes(FMT, kGroup);
       if constexpr (FMT == Fmt::w8)
-        dot_group_w8<TT>(data + (int64_t)g * kBytes, piece, q + g * kGroup, kPadded, xsum + g, kGroups, sum);
+        dot_group_w8<TT>(data + (int64_t)g * kBytes, piece, qg, kStride, xsum + g, kGroups, sum);
       else
-        dot_group_w4<TT>(data + (int64_t)g * kBytes, piece, q + g * kGroup, kPadded, sum);
+        dot_group_w4<TT>(data + (int64_t)g * kBytes, piece, qg, kStride, sum);
       FloatLanes ws = scales_at(scale + g * kLanes + piece * kPiece), wm{};
       if constexpr (FMT == Fmt::w4) wm = scales_at(min + g * kLanes + piece * kPiece);
       for (int t = 0; t < TT; ++t) {
         FloatLanes xs = FloatLanes{} + xscale[t * kGroups + g], &a = part[t][piece];
         a = fma(__builtin_convertvector(sum[t], FloatLanes), ws * xs, a);
-        if constexpr (FMT == Fmt::w4) a = fma(wm * xs, FloatLanes{} + (float)xsum[t * kGroups + g], a);
+        if constexpr (FMT == Fmt::w4) a = fma(wm * xs, FloatLanes{} + load<float>(xsum + t * kGroups + g), a);
       }
     }
   }

@@ -14,7 +14,7 @@ LLMC_INLINE i32x16 dot4(i32x16 acc, __m512i w, const int8_t* x) {
 template <int TT>
 LLMC_INLINE void dot_group_w8(const uint8_t* w, int, const int8_t* x, int stride, const int32_t* xsum, int sum_stride,
                               SumLanes (&sum)[TT]) {
-  for (int t = 0; t < TT; ++t) sum[t] = splat(-128 * xsum[t * sum_stride]);
+  for (int t = 0; t < TT; ++t) sum[t] = splat(xsum[t * sum_stride]);
 #pragma clang loop unroll(full)
   for (int j = 0; j < 8; ++j) {
     __m512i wv = _mm512_loadu_si512(w + 64 * j);

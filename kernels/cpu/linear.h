@@ -4,21 +4,30 @@
 //   gated:    act(x . gate[n] + bias[n]) * (x . up[n] + bias[N + n]) + residual[t, n]
 //
 // By column: a thread does whole tiles of 16 output columns for all rows. bias and residual.p may be null; out may be
-// the residual, but not the input. Weights go through the second-level cache in blocks of tiles while all rows pass
-// by; with few rows each weight is read once, ahead of use.
+// the residual, but not the input.
+//
+// Rows pass a tile in passes of up to row_tile(FMT). With few rows a tile stays in the cache while all of them pass, and
+// the next one is fetched meanwhile, so that each weight is read from memory once and in time. With many, blocks of
+// tiles and of K stay in the second-level cache, so that the rows are read from further away only once per block.
 #pragma once
 #include "dot.h"
 #include "vmath.h"
 
 namespace llmc {
 
-constexpr int kStreamRows = 4;                // up to so many rows a step is bound by reading the weights
-constexpr int64_t kBlockBytes = 192 * 1024;   // of weights that stay in the second-level cache
-#if defined(__AVX512F__)
-constexpr int kRowTile = 8;
+constexpr int kFewRows = 64;
+constexpr int kPrefetchBytes = 2048;         // ahead of use where each weight is used once
+constexpr int64_t kBlockBytes = 192 * 1024;  // of weights that stay in the second-level cache
+constexpr int kBlockRows = 64;               // rows whose sums are kept while they pass the blocks along K
+
+// Rows that share the loads of a tile, as registers allow.
+constexpr int row_tile([[maybe_unused]] Fmt fmt) {
+#if defined(__AVX512F__) || defined(__aarch64__)
+  return 8;
 #else
-constexpr int kRowTile = 6;
+  return is_quantized(fmt) ? 4 : 6;
 #endif
+}
 
 // What follows the sums of one tile; the same for every row.
 struct Epilogue {
@@ -26,28 +35,43 @@ struct Epilogue {
   Mat residual, out;
 };
 
-template <Fmt FMT, int K, int TT, bool STREAM, class X>
-LLMC_INLINE void packed_tile(const Weight& w, int64_t tile, X x, int first_row, f32x16 (&acc)[TT]) {
+// One product, as its kernels see it. X is Mat for F32 and BF16 weights, QuantBuf for W8 and W4.
+template <class X>
+struct Product {
+  X x;
+  Weight w;
+  Epilogue e;
+};
+
+constexpr int64_t unit_bytes(Fmt fmt) { return tile_bytes(fmt, kUnit); }
+constexpr int padded(Fmt fmt, int k) { return is_quantized(fmt) ? round_up(k, kGroup) : k; }
+
+// K is cut so that a block of several tiles fits kBlockBytes.
+constexpr int chunk_of(Fmt fmt, int k) {
+  int most = (int)(kBlockBytes / 6 / (tile_bytes(fmt, kUnit) / kUnit)), chunks = (k + most - 1) / most;
+  return round_up((k + chunks - 1) / chunks, kUnit);
+}
+
+template <Fmt FMT, int K, int TT, class X>
+LLMC_INLINE void packed_tile(const Weight& w, int64_t tile, X x, int first_row, int from, int to, Ahead ahead,
+                             f32x16 (&acc)[TT]) {
   if constexpr (FMT == Fmt::f32) {
-    dot_tile<K, TT, STREAM>((const float*)w.data + tile * K * kLanes, x, first_row, acc);
+    dot_tile((const float*)w.data + tile * K * kLanes, x, first_row, from, to, ahead, acc);
   } else if constexpr (FMT == Fmt::bf16) {
-    dot_tile<K, TT, STREAM>((const uint16_t*)w.data + tile * K * kLanes, x, first_row, acc);
+    dot_tile((const uint16_t*)w.data + tile * K * kLanes, x, first_row, from, to, ahead, acc);
   } else {
-    constexpr int64_t kScales = round_up(K, kGroup) / kGroup * kLanes;
+    constexpr int64_t kPadded = padded(FMT, K), kScales = kPadded / kGroup * kLanes;
     const uint16_t* min = FMT == Fmt::w4 ? w.min + tile * kScales : nullptr;
-    dot_tile<FMT, K, TT, STREAM>((const uint8_t*)w.data + tile * tile_bytes(FMT, K), w.scale + tile * kScales, min,
-                                 x, first_row, acc);
+    dot_tile<FMT, kPadded>((const uint8_t*)w.data + tile * tile_bytes(FMT, K), w.scale + tile * kScales, min, x,
+                           first_row, from, to, ahead, acc);
   }
 }
 
-// Output columns 16*tile .. of rows first_row .. first_row + TT - 1.
-template <Fmt FMT, int N, int K, Act ACT, bool GATED, int TT, bool STREAM, class X>
-__attribute__((noinline)) void linear_tile(X x, const Weight& w, int tile, int first_row, const Epilogue& e) {
+// The sums of one tile and TT rows (and of the tile of `up`, if gated) become output.
+template <int N, Act ACT, bool GATED, int TT>
+LLMC_INLINE void finish_tile(const Epilogue& e, int tile, int first_row, f32x16 (&acc)[TT], f32x16 (&up)[TT]) {
   int n = tile * kLanes, count = N - n < kLanes ? N - n : kLanes;
   if constexpr (N % kLanes == 0) count = kLanes;
-  f32x16 acc[TT], up[TT];
-  packed_tile<FMT, K, TT, STREAM>(w, GATED ? 2 * (int64_t)tile : tile, x, first_row, acc);
-  if constexpr (GATED) packed_tile<FMT, K, TT, STREAM>(w, 2 * (int64_t)tile + 1, x, first_row, up);
   for (int t = 0; t < TT; ++t) {
     f32x16 y = acc[t];
     if (e.bias != nullptr) y += load_n(e.bias + n, count);
@@ -61,36 +85,93 @@ __attribute__((noinline)) void linear_tile(X x, const Weight& w, int tile, int f
   }
 }
 
-// The last rows of a block, fewer than a full row tile.
-template <Fmt FMT, int N, int K, Act ACT, bool GATED, int TT, bool STREAM, class X>
-LLMC_INLINE void linear_rest(int rows, X x, const Weight& w, int tile, int first_row, const Epilogue& e) {
-  if constexpr (TT > 0) {
-    if (rows == TT) return linear_tile<FMT, N, K, ACT, GATED, TT, STREAM>(x, w, tile, first_row, e);
-    linear_rest<FMT, N, K, ACT, GATED, TT - 1, STREAM>(rows, x, w, tile, first_row, e);
+// Elements from .. to - 1 along K of rows first_row .. first_row + TT - 1 and one tile of output columns. `sums` holds
+// the sums of the elements before, and takes these; null when the elements are all there are.
+template <Fmt FMT, int N, int K, Act ACT, bool GATED, int TT, class X>
+__attribute__((noinline)) void linear_tile(const Product<X>& p, int tile, int first_row, int from, int to, Ahead ahead,
+                                           f32x16* sums) {
+  f32x16 acc[TT] = {}, up[TT] = {};
+  if (from > 0)
+    for (int t = 0; t < TT; ++t) {
+      acc[t] = sums[t];
+      if constexpr (GATED) up[t] = sums[kBlockRows + t];
+    }
+  int64_t first = GATED ? 2 * (int64_t)tile : tile;
+  packed_tile<FMT, K, TT>(p.w, first, p.x, first_row, from, to, ahead, acc);
+  if constexpr (GATED) {
+    ahead.p += (to - from + kUnit - 1) / kUnit * ahead.step;
+    packed_tile<FMT, K, TT>(p.w, first + 1, p.x, first_row, from, to, ahead, up);
+  }
+  if (to == padded(FMT, K)) return finish_tile<N, ACT, GATED>(p.e, tile, first_row, acc, up);
+  for (int t = 0; t < TT; ++t) {
+    sums[t] = acc[t];
+    if constexpr (GATED) sums[kBlockRows + t] = up[t];
   }
 }
 
-// X is Mat for F32 and BF16 weights, QuantBuf (from quantize<K>) for W8 and W4.
+// linear_tile for a number of rows that is known only now, 1 .. TT.
+template <Fmt FMT, int N, int K, Act ACT, bool GATED, int TT, class X>
+LLMC_INLINE void linear_rows(int rows, const Product<X>& p, int tile, int first_row, int from, int to, Ahead ahead,
+                             f32x16* sums) {
+  if constexpr (TT > 0) {
+    if (rows == TT) return linear_tile<FMT, N, K, ACT, GATED, TT>(p, tile, first_row, from, to, ahead, sums);
+    linear_rows<FMT, N, K, ACT, GATED, TT - 1>(rows, p, tile, first_row, from, to, ahead, sums);
+  }
+}
+
+// Tiles in turn, all rows for each.
 template <Fmt FMT, int N, int K, Act ACT, bool GATED, class X>
-inline void linear(Par par, int num_tokens, X x, Weight w, const float* bias, Mat residual, Mat out) {
-  constexpr int kTiles = round_up(N, kLanes) / kLanes;
-  constexpr int64_t kTileBytes = tile_bytes(FMT, K) * (GATED ? 2 : 1);
+inline void linear_few_rows(const Product<X>& p, Range tiles, int num_rows) {
+  constexpr int kPadded = padded(FMT, K), kRows = row_tile(FMT), kTilesAt = GATED ? 2 : 1;
+  constexpr int64_t kTileBytes = tile_bytes(FMT, K) * kTilesAt, kUnits = (kPadded + kUnit - 1) / kUnit * kTilesAt;
+  int passes = (num_rows + kRows - 1) / kRows;
+  int step = (int)((unit_bytes(FMT) / passes + 63) / 64 * 64);
+  for (int i = tiles.begin; i < tiles.end; ++i) {
+    const char* tile = (const char*)p.w.data + i * kTileBytes;
+    for (int pass = 0; pass < passes; ++pass) {
+      int begin = num_rows * pass / passes, end = num_rows * (pass + 1) / passes;
+      int64_t offset = pass * kUnits * step;  // each pass fetches its part of the next tile
+      Ahead ahead{tile + kTileBytes + offset, offset < kTileBytes ? step : 0};
+      if (passes == 1) ahead.p = tile + kPrefetchBytes;
+      linear_rows<FMT, N, K, ACT, GATED, kRows>(end - begin, p, i, begin, 0, kPadded, ahead, nullptr);
+    }
+  }
+}
+
+// Blocks of tiles, and for each blocks of rows and of K.
+template <Fmt FMT, int N, int K, Act ACT, bool GATED, class X>
+inline void linear_many_rows(const Product<X>& p, Range tiles, int num_rows) {
+  constexpr int kPadded = padded(FMT, K), kRows = row_tile(FMT), kChunk = chunk_of(FMT, kPadded);
+  constexpr int64_t kTileBytes = tile_bytes(FMT, kChunk) * (GATED ? 2 : 1);
   constexpr int kBlock = kTileBytes >= kBlockBytes ? 1 : (int)(kBlockBytes / kTileBytes);
-  const Epilogue e{bias, residual, out};
-  Range tiles = share_of(par, kTiles);
-  if (num_tokens <= kStreamRows) {
-    for (int i = tiles.begin; i < tiles.end; ++i)
-      linear_rest<FMT, N, K, ACT, GATED, kStreamRows, true>(num_tokens, x, w, i, 0, e);
-    return;
+  constexpr bool kWhole = kChunk >= kPadded;
+  constexpr int kKept = kWhole ? 1 : kBlock;  // tiles whose sums are kept
+  f32x16 sums[kKept][2 * kBlockRows];
+  const int block_rows = kWhole ? num_rows : kBlockRows;
+  for (int first = tiles.begin; first < tiles.end; first += kBlock) {
+    int last = first + kBlock < tiles.end ? first + kBlock : tiles.end;
+    for (int r = 0; r < num_rows; r += block_rows) {
+      int rows_end = r + block_rows < num_rows ? r + block_rows : num_rows;
+      for (int from = 0; from < kPadded; from += kChunk) {
+        int to = from + kChunk < kPadded ? from + kChunk : kPadded;
+        for (int t = r; t < rows_end; t += kRows) {
+          int count = t + kRows < rows_end ? kRows : rows_end - t;
+          for (int i = first; i < last; ++i)
+            linear_rows<FMT, N, K, ACT, GATED, kRows>(count, p, i, t, from, to, Ahead{nullptr, 0},
+                                                      &sums[kWhole ? 0 : i - first][kWhole ? 0 : t - r]);
+        }
+      }
+    }
   }
-  for (int begin = tiles.begin; begin < tiles.end; begin += kBlock) {
-    int end = begin + kBlock < tiles.end ? begin + kBlock : tiles.end;
-    int t = 0;
-    for (; t + kRowTile <= num_tokens; t += kRowTile)
-      for (int i = begin; i < end; ++i) linear_tile<FMT, N, K, ACT, GATED, kRowTile, false>(x, w, i, t, e);
-    for (int i = begin; i < end; ++i)
-      linear_rest<FMT, N, K, ACT, GATED, kRowTile - 1, false>(num_tokens - t, x, w, i, t, e);
-  }
+}
+
+template <Fmt FMT, int N, int K, Act ACT, bool GATED, class X>
+inline void linear(Par par, int num_rows, X x, Weight w, const float* bias, Mat residual, Mat out) {
+  const Product<X> p{x, w, {bias, residual, out}};
+  Range tiles = share_of(par, round_up(N, kLanes) / kLanes);
+  if (num_rows == 0) return;
+  if (num_rows <= kFewRows) return linear_few_rows<FMT, N, K, ACT, GATED>(p, tiles, num_rows);
+  linear_many_rows<FMT, N, K, ACT, GATED>(p, tiles, num_rows);
 }
 
 }  // namespace llmc

@@ -2,8 +2,10 @@
 #pragma once
 #include "abi.h"
 #include "attention.h"
+#include "clock.h"
 #include "elementwise.h"
 #include "kv.h"
+#include "limits.h"
 #include "linear.h"
 #include "mat.h"
 #include "norm.h"

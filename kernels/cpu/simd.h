@@ -25,6 +25,7 @@ typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef int16_t i16x32 __attribute__((vector_size(64)));
 typedef uint16_t u16x32 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef int16_t i16x16 __attribute__((vector_size(32)));
 typedef int8_t i8x16 __attribute__((vector_size(16)));
 typedef uint8_t u8x64 __attribute__((vector_size(64)));
 
@@ -45,7 +46,7 @@ LLMC_INLINE void store(T* p, V v) {
   __builtin_memcpy(p, &v, sizeof(V));
 }
 
-LLMC_INLINE f32x16 splat(float x) { return f32x16{} + x; }
+LLMC_INLINE f32x16 splat(float x) { return x - f32x16{}; }  // x + 0 would be an addition: it changes -0
 LLMC_INLINE i32x16 splat(int32_t x) { return i32x16{} + x; }
 LLMC_INLINE i32x16 lane_ids() { return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 

@@ -57,11 +57,12 @@ class _Graph:
         return select_kernels(self.graph)
 
 
-def _body(source: str) -> list[str]:
-    """Kernel names and "barrier", in the order of the step."""
+def _body(source: str, few: bool) -> list[str]:
+    """Kernel names and "barrier", in the order of a step of few or many rows."""
     text = source[source.index("static void step") : source.index('extern "C"')]
-    calls = re.findall(r"^  (?:(par\.barrier)\(\)|(\w+)(?:<[^(]*>)?\(par)", text, re.MULTILINE)
-    return [kernel or "barrier" for _, kernel in calls]
+    calls = re.findall(r"^  (if \(.*\) )?(?:(next_phase)\(|(\w+)(?:<[^(]*>)?\((?:par|own_\w+),)", text, re.MULTILINE)
+    other = "if (!few_" if few else "if (few_"
+    return [kernel or "barrier" for condition, _, kernel in calls if not condition.startswith(other)]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
@@ -70,21 +71,31 @@ def test_the_schedule_of_a_model_is_safe(family: str, precision: str) -> None:
     check_schedule(lowered(family, precision).program)
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_a_barrier_stands_exactly_where_rows_cross_threads(precision: str) -> None:
-    body = _body(lowered("llama", precision).source)
+def test_a_barrier_stands_exactly_where_rows_cross_threads(precision: str, few: bool) -> None:
+    body = _body(lowered("llama", precision).source, few)
     kernels = [k for k in body if k != "barrier"]
     assert kernels.count("attention") == kernels.count("kv_write") == 2 and kernels.count("linear") == 2 * 4 + 1
     assert kernels[-1] == "sample" and (precision == "fp32") == ("quantize" not in kernels)
+    private = {"rms_norm", "quantize", "select_rows"} if few else set()
     for a, b in pairwise(body):
         if "barrier" in (a, b):
             assert a != b, "two barriers in a row"
             continue
+        if a in private:  # every thread has made all of it for itself
+            assert b in private | BY_COLUMNS
+            continue
         # without a barrier, both keep to the rows of their own thread
         assert not {a, b} & BY_COLUMNS and b not in ACROSS_ROWS and a not in ("attention", "sample"), (a, b)
-    crossing = [i for i, k in enumerate(kernels) if k in BY_COLUMNS | ACROSS_ROWS]
-    edges = {edge for i in crossing for edge in (i, i + (kernels[i] != "select_rows"))} - {0, len(kernels)}
-    assert body.count("barrier") == len(edges)
+    edges = set()
+    for i, kernel in enumerate(kernels):
+        if kernel in BY_COLUMNS | ACROSS_ROWS:
+            edges |= {i} - ({i} if kernels[i - 1] in private else set())
+            edges |= {i + 1} - ({i + 1} if kernel == "select_rows" else set())
+        elif kernel in private and kernels[i - 1] not in private:
+            edges.add(i)
+    assert body.count("barrier") == len(edges - {0, len(kernels)})
 
 
 def test_a_value_quantised_once_serves_every_product() -> None:
@@ -109,7 +120,7 @@ def test_columns_of_different_width_are_quantised_apart() -> None:
     half = g.linear(left, "half", C, C, format="w8")
     program = g.program(g.op("add", both, half))
     quantized = [c.text for c in program.calls if c.text.startswith("quantize<")]
-    assert [t.split("(")[0] for t in quantized] == ["quantize<64>", "quantize<32>"]
+    assert [t.split("(")[0] for t in quantized] == ["quantize<64, Fmt::w8>", "quantize<32, Fmt::w8>"]
     check_schedule(program)
 
 

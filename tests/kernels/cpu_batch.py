@@ -15,6 +15,7 @@ _COUNTS = "num_tokens num_seqs num_rows block_table_stride"
 
 class CBatch(ctypes.Structure):
     _fields_ = [(n, ctypes.c_int32) for n in _COUNTS.split()] + [(n, ctypes.c_void_p) for n in _POINTERS.split()]
+    arrays: tuple[npt.NDArray[Any], ...] = ()
 
 
 ROW_SAMPLING = np.dtype(
@@ -30,6 +31,7 @@ class BuiltBatch:
     def __init__(self, counts: dict[str, int], arrays: dict[str, npt.NDArray[Any] | None]) -> None:
         self.arrays = arrays
         self.struct = CBatch(**counts, **{n: a.ctypes.data for n, a in arrays.items() if a is not None})
+        self.struct.arrays = tuple(a for a in arrays.values() if a is not None)
         self.c = ctypes.byref(self.struct)
 
 

@@ -3,6 +3,9 @@
 A wrapper is an `EXPORT` function whose first parameter is a `Par`; `Unit.run` calls it for every thread id of
 a team in turn, which is what the threads of a pool do at once. A 2-D float32 array is passed as a `Mat`, any
 other array as a pointer, a Python float as float, None as a null pointer.
+
+Code for aarch64 runs in a process of its own under qemu-user (cross_guest.py). A structure with pointers says in
+`arrays` what they point into, so that it can be passed there.
 """
 
 from __future__ import annotations
@@ -20,18 +23,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cross_guest import PACKAGES, SYSROOT, Guest, is_installed
 
 import llmc.kernels
+from llmc.runtime.targets import parse_target
 
 HEADERS = Path(llmc.kernels.__file__).resolve().parent / "cpu"
 PORTABLE, V3, V4 = "x86_64", "x86_64_v3", "x86_64_v4+avx512vnni"
-VNNI_EMULATED = "x86_64_v3 as if with VNNI"
-"""The VNNI branch on AVX2: instructions emulated, the logic real."""
+AVXVNNI = parse_target("cpu:x86-64-v3+avxvnni").zig_cpu
+AARCH64 = parse_target("cpu:aarch64+dotprod").zig_cpu
+VNNI_EMULATED, AVXVNNI_EMULATED = "x86_64_v3 as if with VNNI", "x86_64_v3 as if with AVX-VNNI"
+"""The VNNI branches on AVX2: instructions emulated, the logic real."""
+_EMULATED = {VNNI_EMULATED: "__AVX512VNNI__", AVXVNNI_EMULATED: "__AVXVNNI__"}
+"""The macro that chooses the branch."""
+ON_AARCH64 = pytest.param(AARCH64, marks=pytest.mark.cross)
+CROSS = [*(pytest.param(m, marks=pytest.mark.cross) for m in (AVXVNNI_EMULATED, AVXVNNI)), ON_AARCH64]
+"""Parameters for the variants that `make test-cross` runs."""
 _V3_FLAGS = {"avx2", "fma", "f16c", "bmi2"}
 _FLAGS_NEEDED: dict[str, set[str]] = {
     PORTABLE: set(),
     V3: _V3_FLAGS,
     VNNI_EMULATED: _V3_FLAGS,
+    AVXVNNI_EMULATED: _V3_FLAGS,
+    AVXVNNI: _V3_FLAGS | {"avx_vnni"},
     V4: {"avx512_vnni", "avx512vl", "avx512bw"},
 }
 _PREAMBLE = """
@@ -48,14 +62,17 @@ class Par(ctypes.Structure):
 
 class Mat(ctypes.Structure):
     _fields_ = [("p", ctypes.c_void_p), ("ld", ctypes.c_int)]
+    arrays: tuple[npt.NDArray[Any], ...] = ()
 
 
 class QuantBuf(ctypes.Structure):
     _fields_ = [("q", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("sum", ctypes.c_void_p)]
+    arrays: tuple[npt.NDArray[Any], ...] = ()
 
 
 class Weight(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("min", ctypes.c_void_p)]
+    arrays: tuple[npt.NDArray[Any], ...] = ()
 
 
 NO_MAT = Mat(None, 0)
@@ -70,12 +87,18 @@ def _cpu_flags() -> set[str]:
 
 
 def can_run(mcpu: str) -> bool:
-    return sys.platform == "linux" and os.uname().machine == "x86_64" and _FLAGS_NEEDED[mcpu] <= _cpu_flags()
+    if sys.platform != "linux":
+        return False
+    if mcpu == AARCH64:
+        return is_installed()
+    return os.uname().machine == "x86_64" and _FLAGS_NEEDED[mcpu] <= _cpu_flags()
 
 
 def require(mcpu: str) -> str:
     """mcpu, or a skip that says what this machine lacks."""
     if not can_run(mcpu):
+        if mcpu == AARCH64:
+            pytest.skip(f"no qemu-aarch64 with a C library in {SYSROOT}: apt-get install {PACKAGES}")
         pytest.skip(f"this CPU lacks {', '.join(sorted(_FLAGS_NEEDED[mcpu] - _cpu_flags()))} for {mcpu}")
     return mcpu
 
@@ -88,25 +111,37 @@ def _cache_dir() -> Path:
     return path
 
 
-def compile_unit(wrappers: str, mcpu: str, target: str = "x86_64-linux-gnu.2.28") -> Path:
+def compile_unit(wrappers: str, mcpu: str) -> Path:
     """The shared object of these wrappers; cached by everything that it depends on."""
+    target = parse_target("cpu:aarch64+dotprod" if mcpu == AARCH64 else "cpu:x86-64").zig_target
     flags = ["-O3", "-std=c++20", "-nostdlib++", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off"]
     flags += ["-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    if mcpu == VNNI_EMULATED:
-        mcpu, emulation = V3, Path(__file__).with_name("vnni_emulation.h")
-        flags += ["-D__AVX512VNNI__=1", "-include", str(emulation), "-O1"]  # compiles in half the time
+    emulation = Path(__file__).with_name("vnni_emulation.h")
+    if mcpu in _EMULATED:
+        flags += [f"-D{_EMULATED[mcpu]}=1", "-include", str(emulation), "-O1"]  # compiles in half the time
+        mcpu = V3
     flags += ["-target", target, f"-mcpu={mcpu}", f"-I{HEADERS}"]
-    source = _PREAMBLE + wrappers
-    digest = hashlib.sha256(repr((source, flags)).encode())
-    for header in [*sorted(HEADERS.glob("*.h")), Path(__file__).with_name("vnni_emulation.h")]:
-        digest.update(header.read_bytes())
+    headers = b"".join(path.read_bytes() for path in [*sorted(HEADERS.glob("*.h")), emulation])
+    return _compile(_PREAMBLE + wrappers, ".cpp", flags, headers)
+
+
+def compile_guest() -> Path:
+    """The program that calls code for aarch64."""
+    target = parse_target("cpu:aarch64+dotprod")
+    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-target", target.zig_target, f"-mcpu={target.zig_cpu}"]
+    return _compile(Path(__file__).with_name("cross_guest.c").read_text(), ".c", [*flags, "-ldl"])
+
+
+def _compile(source: str, suffix: str, flags: list[str], headers: bytes = b"") -> Path:
+    digest = hashlib.sha256(repr((source, flags)).encode() + headers)
     root = _cache_dir()
     out = root / f"{digest.hexdigest()[:24]}.so"
     if not out.exists():
-        unit, made = out.with_suffix(f".{os.getpid()}.cpp"), out.with_suffix(f".{os.getpid()}.so")
+        unit, made = out.with_suffix(f".{os.getpid()}{suffix}"), out.with_suffix(f".{os.getpid()}.so")
         unit.write_text(source)
         zig_cache = {"ZIG_GLOBAL_CACHE_DIR": str(root / "zig"), "ZIG_LOCAL_CACHE_DIR": str(root / "zig")}
-        command = [sys.executable, "-m", "ziglang", "c++", *flags, str(unit), "-o", str(made)]
+        driver = "cc" if suffix == ".c" else "c++"
+        command = [sys.executable, "-m", "ziglang", driver, *flags, str(unit), "-o", str(made)]
         done = subprocess.run(command, env=os.environ | zig_cache, capture_output=True, text=True, check=False)
         unit.unlink()
         if done.returncode != 0:
@@ -131,18 +166,39 @@ def _argument(value: Any) -> Any:
 
 def as_mat(a: npt.NDArray[np.float32]) -> Mat:
     assert a.strides[1] == 4 or a.size <= a.shape[0]
-    return Mat(a.ctypes.data, a.strides[0] // 4)
+    mat = Mat(a.ctypes.data, a.strides[0] // 4)
+    mat.arrays = (a,)
+    return mat
+
+
+def _arrays_of(value: Any) -> tuple[npt.NDArray[Any], ...]:
+    if isinstance(value, np.ndarray):
+        return (value,)
+    value = getattr(value, "_obj", value)  # of ctypes.byref
+    return getattr(value, "arrays", ())
 
 
 class Unit:
+    """Wrappers compiled for one variant, and called here or, for another architecture, in a guest process."""
+
     def __init__(self, wrappers: str, mcpu: str) -> None:
-        self.library = ctypes.CDLL(str(compile_unit(wrappers, mcpu)))
+        path = compile_unit(wrappers, mcpu)
+        self.guest = Guest(path, compile_guest()) if mcpu == AARCH64 else None
+        self.library = ctypes.CDLL(str(path)) if self.guest is None else None
 
     def run(self, name: str, *args: Any, threads: int = 1) -> None:
-        function = getattr(self.library, name)
-        converted = [_argument(a) for a in args]
         for tid in range(threads):
-            function(Par(tid, threads, None), *converted)
+            self.call(name, Par(tid, threads, None), *args)
+
+    def call(self, name: str, *args: Any) -> int:
+        """The int64_t that a function returns, whatever its parameters; meaningless for one that returns nothing."""
+        converted = [_argument(a) for a in args]
+        if self.guest is not None:
+            return self.guest.call(name, converted, [a for arg in args for a in _arrays_of(arg)])
+        function = getattr(self.library, name)
+        function.restype = ctypes.c_int64
+        result: int = function(*converted)
+        return result
 
 
 def new_mat(rows: int, columns: int, extra: int = 3) -> npt.NDArray[np.float32]:

@@ -29,7 +29,7 @@ struct Layer { int t; Mat x, normed, out; QuantBuf q; Weight w; };
 static void layer(void* ctx, Par par) {
   Layer& l = *(Layer*)ctx;
   rms_norm<1, 96>(par, l.t, l.x, nullptr, 1e-6f, l.normed);
-  quantize<96>(par, l.t, l.normed, l.q);
+  quantize<96, Fmt::w8>(par, l.t, l.normed, l.q);
   par.barrier();
   linear<Fmt::w8, 96, 96, Act::silu, false>(par, l.t, l.q, l.w, nullptr, l.x, l.x);
   par.barrier();
@@ -85,7 +85,7 @@ def run_layers(library, threads):
     """Twenty layers that feed each other, on a pool of so many threads; what comes out."""
     rng = np.random.default_rng(1)
     x, normed = rng.standard_normal((13, 96)).astype(np.float32), np.empty((13, 96), np.float32)
-    q, scale, total = np.empty((13, 96), np.int8), np.empty((13, 3), np.float32), np.empty((13, 3), np.int32)
+    q, scale, total = np.empty((13, 96), np.int16), np.empty((13, 3), np.float32), np.empty((13, 3), np.int32)
     w = rng.standard_normal((96, 96)).astype(np.float32)
     memory = aligned_bytes(pack.pack("w8", w))
     regions = [memory.ctypes.data + r.offset for r in pack.packed_layout("w8", 96, 96).regions]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 from cpu_batch import ROW_SAMPLING, make_batch
-from cpu_harness import PORTABLE, V3, Unit, require
+from cpu_harness import ON_AARCH64, PORTABLE, V3, Unit, require
 
 WRAPPERS = """
 EXPORT void run_philox(Par, const uint32_t* counter, const uint32_t* key, uint32_t* out) {
@@ -27,11 +25,9 @@ EXPORT void v_exp(Par, int n, const float* in, float* out) {
 """
 
 
-@pytest.fixture(scope="module", params=[PORTABLE, V3])
+@pytest.fixture(scope="module", params=[PORTABLE, V3, ON_AARCH64])
 def unit(request):
-    unit = Unit(WRAPPERS, require(request.param))
-    unit.library.scratch_bytes.restype = ctypes.c_int64
-    return unit
+    return Unit(WRAPPERS, require(request.param))
 
 
 def kernel_exp(unit, x):
@@ -75,7 +71,7 @@ def sample(unit, logits, rows, positions=None, threads=1, want_logits=False):
         out_logprobs=logprobs,
         logits=raw,
     )
-    scratch = np.full(unit.library.scratch_bytes(vocab) * threads // 4, np.nan, np.float32)
+    scratch = np.full(unit.call("scratch_bytes", vocab) * threads // 4, np.nan, np.float32)
     unit.run("run_sample", batch.c, logits, vocab, scratch, threads=threads)
     assert out[r] == -7 and logprobs[r] == 7
     return (out[:r], logprobs[:r], raw) if want_logits else (out[:r], logprobs[:r])

@@ -1,5 +1,5 @@
-// The AVX-512 intrinsics of kernels/cpu/dot.h in plain vector code, so that its VNNI branch runs on any x86 machine.
-// Included before the unit, with __AVX512VNNI__ defined.
+// The intrinsics of kernels/cpu/dot_avx512.h and dot_avxvnni.h that AVX2 lacks, in plain vector code, so that these run
+// on any machine with AVX2. Included before the unit, with __AVX512VNNI__ or __AVXVNNI__ defined.
 #pragma once
 #include <immintrin.h>
 #include <string.h>
@@ -8,15 +8,16 @@ typedef int emulated_i32 __attribute__((vector_size(64)));
 typedef unsigned char emulated_u8 __attribute__((vector_size(64)));
 typedef unsigned short emulated_u16 __attribute__((vector_size(64)));
 
-static inline __m512i emulated_dpbusd(__m512i acc, __m512i a, __m512i b) {
-  unsigned char u[64];
-  signed char s[64];
-  int sum[16];
-  memcpy(u, &a, 64);
-  memcpy(s, &b, 64);
-  memcpy(sum, &acc, 64);
-  for (int i = 0; i < 64; ++i) sum[i / 4] += (int)u[i] * (int)s[i];
-  memcpy(&acc, sum, 64);
+template <class V>
+static inline V emulated_dpbusd(V acc, V a, V b) {
+  unsigned char u[sizeof(V)];
+  signed char s[sizeof(V)];
+  int sum[sizeof(V) / 4];
+  memcpy(u, &a, sizeof(V));
+  memcpy(s, &b, sizeof(V));
+  memcpy(sum, &acc, sizeof(V));
+  for (unsigned i = 0; i < sizeof(V); ++i) sum[i / 4] += (int)u[i] * (int)s[i];
+  memcpy(&acc, sum, sizeof(V));
   return acc;
 }
 static inline __m512i emulated_load(const void* p) {
@@ -27,6 +28,7 @@ static inline __m512i emulated_load(const void* p) {
 static inline __m512i emulated_set1(int x) { return (__m512i)(emulated_i32{} + x); }
 static inline __m512i emulated_set1_8(char x) { return (__m512i)(emulated_u8{} + (unsigned char)x); }
 
+#define _mm256_dpbusd_avx_epi32(acc, a, b) emulated_dpbusd(acc, a, b)
 #define _mm512_dpbusd_epi32(acc, a, b) emulated_dpbusd(acc, a, b)
 #define _mm512_loadu_si512(p) emulated_load(p)
 #define _mm512_set1_epi32(x) emulated_set1(x)

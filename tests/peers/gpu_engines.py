@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,18 +74,17 @@ class Ours:
         self._loop.close()
 
 
-class Peer:
-    """A peer in a process of its own, so that its libraries and memory are apart from ours."""
+class WorkerProcess:
+    """An engine in a process of its own, so that its libraries and memory are apart from ours. It talks in lines of
+    JSON: first {"versions": …} or {"skipped": reason}, then one line for each of its standard input."""
 
-    def __init__(self, name: str, checkpoint: Path, device: str, max_length: int, max_batch: int) -> None:
-        """Raises Skipped when it cannot run here. max_length: prompt and output tokens of a sequence."""
+    def __init__(self, name: str, command: Sequence[str], without: str) -> None:
+        """Raises Skipped when it cannot run here. without: an environment variable that it must not see."""
         self.name = name
         self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 (open as long as the process)
-        command = [sys.executable, Path(__file__).with_name("gpu_worker.py"), name, checkpoint, device]
         self._process = subprocess.Popen(
-            [*map(str, command), str(max_length), str(max_batch)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._log, text=True, start_new_session=True,
-            env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            start_new_session=True, env={k: v for k, v in os.environ.items() if k != without},
         )  # fmt: skip
         try:
             answer = self._receive()
@@ -97,15 +96,15 @@ class Peer:
             raise Skipped(answer["skipped"])
         self.versions: dict[str, str] = answer["versions"]
 
-    def run(self, prompts: Prompts, new: int) -> tuple[float, Prompts]:
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a request. Raises Skipped when the process has ended."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise Skipped(self._last_words()) from error
-        answer = self._receive()
-        return answer["seconds"], answer["tokens"]
+        return self._receive()
 
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -133,3 +132,16 @@ class Peer:
                 except BrokenPipeError:
                     continue  # of a request that was never read
         self._log.close()
+
+
+class Peer(WorkerProcess):
+    """A peer on a GPU (gpu_worker.py)."""
+
+    def __init__(self, name: str, checkpoint: Path, device: str, max_length: int, max_batch: int) -> None:
+        """Raises Skipped when it cannot run here. max_length: prompt and output tokens of a sequence."""
+        command = [sys.executable, Path(__file__).with_name("gpu_worker.py"), name, checkpoint, device]
+        super().__init__(name, [*map(str, command), str(max_length), str(max_batch)], "TRITON_INTERPRET")
+
+    def run(self, prompts: Prompts, new: int) -> tuple[float, Prompts]:
+        answer = self.ask({"prompts": prompts, "new": new})
+        return answer["seconds"], answer["tokens"]

@@ -3,6 +3,7 @@ refusals of every batch that the machine code could not trust."""
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,9 +16,11 @@ from families import VOCAB
 from tiny_engines import GREEDY, Sequences, compiled, executor, lowered
 
 from llmc.errors import UserError
+from llmc.kernels.dialect import OPS
 from llmc.kernels.interpret import run_graph
 from llmc.runtime.batch import Batch, RowSampling
 from llmc.runtime.executor import CpuExecutor, ExecutorConfig, load_code
+from llmc.runtime.plan import ABI_VERSION
 
 _RNG = np.random.default_rng(5)
 PROMPT = _RNG.integers(0, VOCAB, 37).tolist()
@@ -65,6 +68,32 @@ def test_logits_are_those_of_the_graph(kind: str) -> None:
     assert np.quantile(errors, 0.8) <= most and errors.max() <= worst
 
 
+def _through_int8(x: torch.Tensor) -> torch.Tensor:
+    """Keys or values [T, heads, D] as an int8 pool holds them."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.round(x / scale) * scale
+
+
+def test_int8_keys_and_values() -> None:
+    """As the graph computes it from rounded keys and values, and the same however the sequence is run."""
+    kind = "fp32, int8 KV"
+    model = lowered("llama", kind)
+    graph = copy.deepcopy(model.graph)
+    for node in [n for n in graph.nodes if n.target is OPS["attention"]]:
+        with graph.inserting_before(node):
+            rounded = [graph.call_function(_through_int8, (x,)) for x in node.args[1:3]]
+        node.args = (node.args[0], *rounded, *node.args[3:])
+    positions = torch.arange(len(PROMPT))
+    inputs = {"tokens": torch.tensor(PROMPT), "positions": positions, "rows": positions}
+    wanted = run_graph(graph, inputs | {"query_start": torch.tensor([0, len(PROMPT)])}, model.reader).numpy()
+    found = _run(kind, lambda s: s.step({0: len(PROMPT)}), [PROMPT])
+    errors = np.sqrt(((found - wanted) ** 2).mean(-1) / (wanted**2).mean(-1))
+    assert np.quantile(errors, 0.8) <= 1e-4 and errors.max() <= 0.01  # a value may round the other way
+    for threads in (1, 3):
+        chunked = _run(kind, _chunks(1, 5, 7, 24), [PROMPT], threads)
+        assert chunked[: len(PROMPT)].tobytes() == found.tobytes()
+
+
 def _chunks(*sizes: int) -> Callable[[Sequences], None]:
     def drive(s: Sequences) -> None:
         last = {}
@@ -73,6 +102,19 @@ def _chunks(*sizes: int) -> Callable[[Sequences], None]:
         s.decode(last, 4)
 
     return drive
+
+
+def test_threads_that_share_a_long_sequence_change_no_bit(precision: str) -> None:
+    """600 positions are three ranges of attention: one thread does all of them, or three threads one each."""
+    tokens = np.random.default_rng(3).integers(0, VOCAB, 600).tolist()
+    results = []
+    for threads in (1, 3):
+        engine = executor("llama", precision, threads=threads, tokens=600)
+        sequences = Sequences(engine, [list(tokens)])
+        sequences.decode(sequences.step({0: len(tokens)}), 3)
+        results.append(sequences.rows(0).tobytes())
+        engine.close()
+    assert results[0] == results[1]
 
 
 def _ragged(s: Sequences) -> None:
@@ -292,7 +334,7 @@ def test_code_that_cannot_be_loaded_is_a_user_error() -> None:
 
 
 def test_code_of_another_abi_is_refused(monkeypatch: Any) -> None:
-    monkeypatch.setattr("llmc.runtime.executor.ABI_VERSION", 2)
+    monkeypatch.setattr("llmc.runtime.executor.ABI_VERSION", ABI_VERSION + 1)
     with pytest.raises(UserError, match="another ABI version; rebuild"):
         load_code(compiled("llama")[0])
 

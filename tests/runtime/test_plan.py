@@ -66,10 +66,11 @@ def test_a_flipped_bit_in_any_byte_is_refused(tmp_path: Path, good: bytes, monke
 def test_a_flipped_byte_is_named(tmp_path: Path, good: bytes) -> None:
     manifest = HEADER.unpack_from(good)[3]
     for at, words in {
-        0: "not an llmc plan", 8: "ABI version 0, this llmc runs 1; rebuild", 12: "header was altered",
-        100: "header was altered", 40: r"manifest was altered", PAGE: "segment weights was altered",
-        2 * PAGE: "segment code was altered", manifest - 1: "segment code was altered",
-        manifest: "manifest was altered", len(good) - 1: "manifest was altered",
+        0: "not an llmc plan", 8: f"ABI version {ABI_VERSION ^ 1}, this llmc runs {ABI_VERSION}; rebuild",
+        12: "header was altered", 100: "header was altered", 40: r"manifest was altered",
+        PAGE: "segment weights was altered", 2 * PAGE: "segment code was altered",
+        manifest - 1: "segment code was altered", manifest: "manifest was altered",
+        len(good) - 1: "manifest was altered",
     }.items():  # fmt: skip
         altered = bytearray(good)
         altered[at] ^= 1

@@ -8,9 +8,16 @@ import pytest
 
 from llmc.errors import UserError
 from llmc.runtime import targets, threads
-from llmc.runtime.targets import CPU_TARGETS, choose_target, host_features, parse_target, runnable_targets
+from llmc.runtime.targets import (
+    CPU_TARGETS,
+    DEFAULT_TARGETS,
+    choose_target,
+    host_features,
+    parse_target,
+    runnable_targets,
+)
 
-V4, V3, SCALAR = CPU_TARGETS
+V4, V3_VNNI, V3, SCALAR, DOTPROD = CPU_TARGETS
 
 
 @pytest.fixture
@@ -25,9 +32,13 @@ def machine(monkeypatch: Any) -> Any:
 
 
 def test_the_table_goes_from_best_to_most_general() -> None:
-    assert [t.name for t in CPU_TARGETS] == ["cpu:x86-64-v4", "cpu:x86-64-v3", "cpu:x86-64"]
+    assert [t.name for t in CPU_TARGETS] == [
+        "cpu:x86-64-v4", "cpu:x86-64-v3+avxvnni", "cpu:x86-64-v3", "cpu:x86-64", "cpu:aarch64+dotprod"
+    ]  # fmt: skip
+    assert DEFAULT_TARGETS == (V4, V3, SCALAR)
     assert V4.features > V3.features > SCALAR.features == frozenset()
     assert "avx512_vnni" in V4.features and {"avx2", "fma", "f16c"} <= V3.features
+    assert V3_VNNI.features == V3.features | {"avx_vnni"}
     assert all("glibc" not in t.zig_cpu and t.zig_target.endswith("gnu.2.28") for t in CPU_TARGETS)
 
 
@@ -45,8 +56,9 @@ def test_an_unknown_name_lists_the_known(name: str) -> None:
 @pytest.mark.parametrize(
     ("features", "runs"),
     [(V4.features, [V4, V3, SCALAR]), (V4.features - {"avx512_vnni"}, [V3, SCALAR]), (V3.features, [V3, SCALAR]),
+     (V4.features | V3_VNNI.features, [V4, V3_VNNI, V3, SCALAR]), (V3_VNNI.features, [V3_VNNI, V3, SCALAR]),
      (V3.features - {"fma"}, [SCALAR]), (set(), [SCALAR])],
-    ids=["v4", "v4 without vnni", "v3", "v3 without fma", "old"],
+    ids=["v4", "v4 without vnni", "v3", "v4 and avxvnni", "v3 and avxvnni", "v3 without fma", "old"],
 )  # fmt: skip
 def test_native_is_the_best_that_runs(machine: Any, features: set[str], runs: list[Any]) -> None:
     machine("x86_64", set(features) | {"sse2", "something_new"})
@@ -54,6 +66,20 @@ def test_native_is_the_best_that_runs(machine: Any, features: set[str], runs: li
     assert parse_target("native") is parse_target("cpu:native") is runs[0]
     assert choose_target([t.name for t in CPU_TARGETS]) is runs[0]
     assert choose_target(["cuda:sm_90", SCALAR.name]) is SCALAR
+
+
+NEOVERSE_N1 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs"
+
+
+def test_arm_needs_the_dot_product(machine: Any) -> None:
+    machine("aarch64", set(NEOVERSE_N1.split()))
+    assert runnable_targets() == [DOTPROD] and parse_target("native") is DOTPROD
+    assert choose_target([t.name for t in CPU_TARGETS]) is DOTPROD
+    with pytest.raises(UserError, match=r"code for cpu:x86-64, this machine runs cpu:aarch64\+dotprod; rebuild"):
+        choose_target(["cpu:x86-64"])
+    machine("aarch64", set(NEOVERSE_N1.split()) - {"asimddp"})
+    with pytest.raises(UserError, match=r"no target of llmc runs on this machine \(aarch64\)"):
+        parse_target("native")
 
 
 def test_a_machine_that_no_target_fits(machine: Any) -> None:
@@ -76,6 +102,8 @@ def test_the_features_of_this_machine_are_read(monkeypatch: Any) -> None:
     text = "processor\t: 0\nflags\t\t: fpu avx2 fma\nbugs\t: x\nprocessor\t: 1\nflags\t\t: fpu\n"
     monkeypatch.setattr(targets.Path, "read_text", lambda self: text)
     assert host_features() == {"fpu", "avx2", "fma"}
+    text = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd asimddp\nCPU part\t: 0xd0c\n"
+    assert host_features() == {"fp", "asimd", "asimddp"}
 
     def missing(self: Any) -> str:
         raise FileNotFoundError

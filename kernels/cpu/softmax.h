@@ -1,0 +1,88 @@
+// The softmax of attention over ranges of positions: weights of one range, and the merge of ranges in their order.
+#pragma once
+#include "vmath.h"
+
+namespace llmc {
+
+// exp(x) of x <= 0; exactly 0 below the normal numbers, and of -inf. A NaN stays a NaN.
+LLMC_INLINE f32x16 exp_of_negative(f32x16 x) {
+  const float lowest = -87.0f;
+  f32x16 y = max(x, splat(lowest));
+  const float shift = 0x1.8p23f;  // adding it rounds to an integer, which then stands in the low mantissa bits
+  f32x16 shifted = fma(y, splat(1.44269504f), splat(shift));
+  f32x16 n = shifted - shift;
+  i32x16 exponent = (i32x16)shifted - (i32x16)splat(shift);
+  f32x16 r = fma(n, splat(-0.693359375f), y);
+  r = fma(n, splat(2.12194440e-4f), r);
+  f32x16 p = splat(1.381446491e-3f);
+  p = fma(p, r, splat(8.368780836e-3f));
+  p = fma(p, r, splat(4.166839272e-2f));
+  p = fma(p, r, splat(1.666651964e-1f));
+  p = fma(p, r, splat(0.5f));
+  p = fma(p, r * r, r) + 1.0f;
+  f32x16 power = (f32x16)((exponent + 127) << 23);
+  return x < lowest ? splat(0.0f) : p * power;
+}
+
+// The scores of one row over whole pages become weights exp(s - max), 0 outside the visible slots, which count from the
+// first page. Scales by position, where they exist, multiply scores and weights, but not the sum.
+template <class Scales>
+LLMC_INLINE void softmax_range(float* scores, int first, int last, float softcap, Scales scales, float* max_score,
+                                 float* sum) {
+  f32x16 top = splat(-kInf);
+  for (int at = first / kLanes * kLanes; at < last; at += kLanes) {
+    f32x16 s = load<f32x16>(scores + at);
+    if constexpr (Scales::kExist) s *= scales.keys(at / kLanes);
+    if (softcap > 0.0f) s = softcap * tanh(s / softcap);
+    if (at < first || at + kLanes > last) {
+      i32x16 slot = lane_ids() + at;
+      s = ((slot >= first) & (slot < last)) ? s : splat(-kInf);
+    }
+    store(scores + at, s);
+    top = max(s, top);
+  }
+  float m = hmax(top);
+  f32x16 total{};
+  for (int at = first / kLanes * kLanes; at < last; at += kLanes) {
+    f32x16 w = exp_of_negative(load<f32x16>(scores + at) - m);
+    total += w;
+    if constexpr (Scales::kExist) w *= scales.values(at / kLanes);
+    store(scores + at, w);
+  }
+  *max_score = m;
+  *sum = hsum(total);
+}
+
+// Running softmax of up to ROWS rows: maximum and sum of weights, and the weighted values.
+template <int ROWS, int D>
+struct RunningSoftmax {
+  static constexpr int kPadded = round_up(D, kLanes);
+  alignas(64) float max[round_up(ROWS, kLanes)];
+  float sum[round_up(ROWS, kLanes)];
+  alignas(64) float acc[ROWS][kPadded];
+};
+
+// Adds a range to the total of num_rows rows; rows that saw nothing of it stay as they are. The padding of max and sum
+// is read, but reaches no row.
+template <int ROWS, int RANGE_ROWS, int D, class Seen>
+inline void merge_softmax(RunningSoftmax<ROWS, D>& total, const RunningSoftmax<RANGE_ROWS, D>& range, int num_rows,
+                          Seen seen) {
+  for (int first = 0; first < num_rows; first += kLanes) {
+    f32x16 old_max = load<f32x16>(total.max + first), range_max = load<f32x16>(range.max + first);
+    f32x16 new_max = max(old_max, range_max);
+    alignas(64) float keep[kLanes], take[kLanes], sum[kLanes], top[kLanes];
+    f32x16 kept = exp_of_negative(old_max - new_max), taken = exp_of_negative(range_max - new_max);
+    store(keep, kept), store(take, taken), store(top, new_max);
+    store(sum, fma(load<f32x16>(total.sum + first), kept, load<f32x16>(range.sum + first) * taken));
+    for (int i = 0; i < kLanes && first + i < num_rows; ++i) {
+      int r = first + i;
+      if (!seen(r)) continue;
+      total.max[r] = top[i], total.sum[r] = sum[i];
+      for (int d = 0; d < D; d += kLanes)
+        store(&total.acc[r][d], fma(load<f32x16>(&total.acc[r][d]), splat(keep[i]),
+                                    load<f32x16>(&range.acc[r][d]) * take[i]));
+    }
+  }
+}
+
+}  // namespace llmc

@@ -1,0 +1,208 @@
+"""Calls the functions of an aarch64 shared object with numpy arrays, in a process under qemu-user.
+
+The process shares a file with this one. For a call, the arrays that its arguments point into are copied there, the
+pointers translated, and the arrays copied back afterwards. So a kernel sees the same bytes, the same aliasing and the
+same alignment as it would here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import shutil
+import struct
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+SYSROOT = Path("/usr/aarch64-linux-gnu")
+PACKAGES = "qemu-user libc6-arm64-cross"
+"""Debian's packages with the emulator and the C library that the object needs."""
+CPU = "neoverse-n1"
+"""The oldest CPU that the target promises to run on: an instruction that it lacks ends the process."""
+Array = npt.NDArray[Any]
+_CALL = struct.Struct("<96s8Q8Q8Q")
+_ALIGNMENT = 64
+
+
+def is_installed() -> bool:
+    """Whether this machine has what a `Guest` needs; Debian's PACKAGES bring it."""
+    return shutil.which("qemu-aarch64") is not None and (SYSROOT / "lib" / "libc.so.6").exists()
+
+
+class _Region(NamedTuple):
+    """Host addresses begin .. end - 1, and where they lie in the shared memory."""
+
+    begin: int
+    end: int
+    offset: int
+
+
+def _bounds(a: Array) -> tuple[int, int]:
+    """The first address of an array that is not empty, and the one past its last byte."""
+    begin = a.ctypes.data
+    return begin, begin + sum((n - 1) * s for n, s in zip(a.shape, a.strides, strict=True)) + a.itemsize
+
+
+def _place(bounds: Iterable[tuple[int, int]], end: int) -> list[_Region]:
+    """Regions for these address ranges behind `end`; ranges that overlap share one."""
+    merged: list[tuple[int, int]] = []
+    for begin, stop in sorted(bounds):
+        if merged and begin < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((begin, stop))
+    regions = []
+    for begin, stop in merged:
+        offset = _aligned(end) + begin % _ALIGNMENT
+        regions.append(_Region(begin, stop, offset))
+        end = offset + stop - begin
+    return regions
+
+
+def _aligned(offset: int) -> int:
+    return offset + -offset % _ALIGNMENT
+
+
+def _end_of(regions: list[_Region]) -> int:
+    return max((r.offset + r.end - r.begin for r in regions), default=0)
+
+
+class Guest:
+    """The process. object_path: what it loads; program: cross_guest.c compiled for it; size: bytes shared."""
+
+    def __init__(self, object_path: Path, program: Path, size: int = 1 << 26) -> None:
+        self.size = size
+        with tempfile.NamedTemporaryFile(prefix="llmc-guest-") as file:
+            file.truncate(size)
+            self.memory = mmap.mmap(file.fileno(), size)
+            command = ["qemu-aarch64", "-L", str(SYSROOT), "-cpu", CPU, str(program), str(object_path)]
+            self.process = subprocess.Popen(
+                [*command, file.name, str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            self.here = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+            weakref.finalize(self, _end, self.process)
+            self.there = self._answer("start")
+        self.kept: list[_Region] = []
+        self.kept_arrays: list[Array] = []
+
+    def keep(self, array: Array) -> None:
+        """Gives an array a fixed place, for functions that remember its address beyond their call."""
+        self.kept += _place([_bounds(array)], _end_of(self.kept))
+        self.kept_arrays.append(array)
+
+    def call(self, name: str, args: list[Any], arrays: Iterable[Array] = ()) -> int:
+        """The result of a function, as 64 bits. args: ctypes values; arrays: all that the pointers in them point into.
+
+        A pointer into none of the arrays is passed as it is: it came from the guest.
+        """
+        bounds = {_bounds(a) for a in arrays if a.size}
+        fresh = {b for b in bounds if not any(r.begin <= b[0] < r.end for r in self.kept)}
+        regions = self.kept + _place(fresh, _end_of(self.kept))
+        call = _Registers(self, regions)
+        for arg in args:
+            call.add(arg)
+        assert call.end <= self.size, "the shared memory is too small for these arrays"
+        for r in regions:
+            ctypes.memmove(self.here + r.offset, r.begin, r.end - r.begin)
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(call.packed(name))
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the answer, which does not come, says why
+        result = self._answer(name)
+        for r in regions:
+            ctypes.memmove(r.begin, self.here + r.offset, r.end - r.begin)
+        return result
+
+    def _answer(self, what: str) -> int:
+        assert self.process.stdout is not None and self.process.stderr is not None
+        data = self.process.stdout.read(8)
+        if len(data) == 8:
+            return int.from_bytes(data, "little")
+        error = self.process.stderr.read().decode()
+        raise RuntimeError(f"{what}: the guest ended with {self.process.wait()}: {error}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        assert pipe is not None
+        try:
+            pipe.close()
+        except BrokenPipeError:
+            continue  # it has ended already
+    process.wait()
+
+
+class _Registers:
+    """Arguments laid out as the procedure call standard of aarch64 wants them."""
+
+    def __init__(self, guest: Guest, regions: list[_Region]) -> None:
+        self.guest, self.regions = guest, regions
+        self.x: list[int] = []
+        self.v: list[int] = []
+        self.stack: list[int] = []
+        self.end = _end_of(regions)
+        """Of the shared memory that is in use."""
+
+    def add(self, value: Any) -> None:
+        if isinstance(value, ctypes.c_float):
+            self.v.append(int.from_bytes(bytes(value), "little"))
+        elif isinstance(value, ctypes.Structure):
+            self._add_structure(value)
+        elif isinstance(value, ctypes.c_void_p):
+            self._add_words([self._translate(value.value)])
+        elif hasattr(value, "_obj"):  # what ctypes.byref returns
+            self._add_words([self._copy(value._obj)])
+        else:
+            self._add_words([int(value.value) & (1 << 64) - 1])
+
+    def packed(self, name: str) -> bytes:
+        assert len(self.v) <= 8 and len(self.stack) <= 8
+        words = [w + [0] * (8 - len(w)) for w in (self.x, self.v, self.stack)]
+        return _CALL.pack(name.encode(), *words[0], *words[1], *words[2])
+
+    def _add_words(self, words: list[int]) -> None:
+        """In registers or, where they do not hold all of it, on the stack; then all that follow are there too."""
+        if len(self.x) + len(words) <= 8:
+            self.x += words
+        else:
+            self.x += [0] * (8 - len(self.x))
+            self.stack += words
+
+    def _add_structure(self, value: ctypes.Structure) -> None:
+        if ctypes.sizeof(value) > 16:
+            self._add_words([self._copy(value)])
+        else:
+            data = self._image(value)
+            self._add_words([int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)])
+
+    def _image(self, value: ctypes.Structure) -> bytes:
+        """The bytes of a structure with its pointers translated."""
+        image = type(value).from_buffer_copy(value)
+        for name, kind in value._fields_:  # type: ignore[misc]
+            if kind is ctypes.c_void_p:
+                setattr(image, name, self._translate(getattr(value, name)))
+            elif issubclass(kind, ctypes.Structure):
+                setattr(image, name, kind.from_buffer_copy(self._image(getattr(value, name))))
+        return bytes(image)
+
+    def _copy(self, value: ctypes.Structure) -> int:
+        """The address there of a copy of a structure."""
+        at = _aligned(self.end)
+        image = self._image(value)
+        self.end = at + len(image)
+        self.guest.memory[at : self.end] = image
+        return self.guest.there + at
+
+    def _translate(self, address: int | None) -> int:
+        for r in self.regions:
+            if address is not None and r.begin <= address < r.end:
+                return self.guest.there + r.offset + address - r.begin
+        return address or 0
