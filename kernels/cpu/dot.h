@@ -39,15 +39,16 @@ LLMC_INLINE FloatLanes scales_at(const uint16_t* p) {
   return v;
 }
 
-// Lines to be fetched into the cache while a tile is multiplied: `step` bytes, a multiple of 64, for every kUnit elements
-// along K.
+// Lines to be fetched into the cache while tiles are multiplied: `step` bytes of each, a multiple of 64, for every kUnit
+// elements along K. Tiles are `stride` bytes apart.
 struct Ahead {
   const char* p;
   int step;
-  LLMC_INLINE void fetch() {
-    for (int i = 0; i < step; i += 64) __builtin_prefetch(p + i, 0, 2);
-    p += step;
+  int64_t stride;
+  LLMC_INLINE void fetch(int tile) const {
+    for (int i = 0; i < step; i += 64) __builtin_prefetch(p + tile * stride + i, 0, 2);
   }
+  LLMC_INLINE void advance() { p += step; }
 };
 constexpr int kUnit = kGroup;
 
@@ -61,7 +62,8 @@ LLMC_INLINE void dot_tile(const E* w, Mat x, int first_row, int from, int to, Ah
   const float* rows[TT];
   for (int t = 0; t < TT; ++t) rows[t] = x.row(first_row + t);
   for (int k = from; k < to;) {
-    ahead.fetch();
+    ahead.fetch(0);
+    ahead.advance();
     for (int end = k + kUnit < to ? k + kUnit : to; k < end; ++k) {
       f32x16 wv = load_weights(w + (int64_t)k * kLanes);
       for (int t = 0; t < TT; ++t) acc[t] = fma(splat(rows[t][k]), wv, acc[t]);
@@ -69,37 +71,43 @@ LLMC_INLINE void dot_tile(const E* w, Mat x, int first_row, int from, int to, Ah
   }
 }
 
-// The same for quantised weights and inputs, by groups; data, scale and min point at one tile. K is padded.
-template <Fmt FMT, int K, int TT>
-LLMC_INLINE void dot_tile(const uint8_t* data, const uint16_t* scale, const uint16_t* min, QuantBuf x, int first_row,
-                          int from, int to, Ahead ahead, f32x16 (&acc)[TT]) {
+// The same for quantised weights and inputs, by groups, of S tiles that follow each other: in step, so that memory is
+// read in S places at once. data, scale and min point at the first tile. K is padded.
+template <Fmt FMT, int K, int TT, int S>
+LLMC_INLINE void dot_tiles(const uint8_t* data, const uint16_t* scale, const uint16_t* min, QuantBuf x, int first_row,
+                           int from, int to, Ahead ahead, f32x16 (&acc)[S][TT]) {
   constexpr int kGroups = K / kGroup, kBytes = FMT == Fmt::w8 ? 512 : 256, kStride = q_bytes(FMT, K);
   const int8_t* q = x.q + (int64_t)first_row * kStride;
   const float* xscale = x.scale + (int64_t)first_row * kGroups;
   const int32_t* xsum = x.sum + (int64_t)first_row * kGroups;
-  FloatLanes part[TT][kPieces];
-  for (int t = 0; t < TT; ++t) __builtin_memcpy(part[t], &acc[t], sizeof(acc[t]));
-  for (int g = from / kGroup; g < to / kGroup; ++g) {
-    ahead.fetch();
+  FloatLanes part[S][TT][kPieces];
+  __builtin_memcpy(part, acc, sizeof(acc));
+  for (int g = from / kGroup; g < to / kGroup; ++g, ahead.advance()) {
 #pragma clang loop unroll(full)
-    for (int piece = 0; piece < kPieces; ++piece) {
-      __asm__ volatile("" ::: "memory");  // or the inputs that the pieces share would be kept, and spill
-      SumLanes sum[TT];
-      const int8_t* qg = q + g * q_bytes(FMT, kGroup);
-      if constexpr (FMT == Fmt::w8)
-        dot_group_w8<TT>(data + (int64_t)g * kBytes, piece, qg, kStride, xsum + g, kGroups, sum);
-      else
-        dot_group_w4<TT>(data + (int64_t)g * kBytes, piece, qg, kStride, sum);
-      FloatLanes ws = scales_at(scale + g * kLanes + piece * kPiece), wm{};
-      if constexpr (FMT == Fmt::w4) wm = scales_at(min + g * kLanes + piece * kPiece);
-      for (int t = 0; t < TT; ++t) {
-        FloatLanes xs = FloatLanes{} + xscale[t * kGroups + g], &a = part[t][piece];
-        a = fma(__builtin_convertvector(sum[t], FloatLanes), ws * xs, a);
-        if constexpr (FMT == Fmt::w4) a = fma(wm * xs, FloatLanes{} + load<float>(xsum + t * kGroups + g), a);
+    for (int s = 0; s < S; ++s) {
+      ahead.fetch(s);
+      const uint8_t* w = data + ((int64_t)s * kGroups + g) * kBytes;
+      const int scales = (s * kGroups + g) * kLanes;
+#pragma clang loop unroll(full)
+      for (int piece = 0; piece < kPieces; ++piece) {
+        __asm__ volatile("" ::: "memory");  // or the inputs that the pieces share would be kept, and spill
+        SumLanes sum[TT];
+        const int8_t* qg = q + g * q_bytes(FMT, kGroup);
+        if constexpr (FMT == Fmt::w8)
+          dot_group_w8<TT>(w, piece, qg, kStride, xsum + g, kGroups, sum);
+        else
+          dot_group_w4<TT>(w, piece, qg, kStride, sum);
+        FloatLanes ws = scales_at(scale + scales + piece * kPiece), wm{};
+        if constexpr (FMT == Fmt::w4) wm = scales_at(min + scales + piece * kPiece);
+        for (int t = 0; t < TT; ++t) {
+          FloatLanes xs = FloatLanes{} + xscale[t * kGroups + g], &a = part[s][t][piece];
+          a = fma(__builtin_convertvector(sum[t], FloatLanes), ws * xs, a);
+          if constexpr (FMT == Fmt::w4) a = fma(wm * xs, FloatLanes{} + load<float>(xsum + t * kGroups + g), a);
+        }
       }
     }
   }
-  for (int t = 0; t < TT; ++t) __builtin_memcpy(&acc[t], part[t], sizeof(acc[t]));
+  __builtin_memcpy(acc, part, sizeof(acc));
 }
 
 }  // namespace llmc

@@ -6,8 +6,9 @@
 // By column: a thread does whole tiles of 16 output columns for all rows. bias and residual.p may be null; out may be
 // the residual, but not the input.
 //
-// Rows pass a tile in passes of up to row_tile(FMT). With few rows a tile stays in the cache while all of them pass, and
-// the next one is fetched meanwhile, so that each weight is read from memory once and in time. With many, blocks of
+// Rows pass a tile in passes of up to row_tile(FMT). With few rows two tiles stay in the cache while all of them pass,
+// and the next ones are fetched meanwhile, so that each weight is read from memory once and in time; two at once, as one
+// stream of reads does not fill a memory channel. With many, blocks of
 // tiles and of K stay in the second-level cache, so that the rows are read from further away only once per block.
 #pragma once
 #include "dot.h"
@@ -16,7 +17,7 @@
 namespace llmc {
 
 constexpr int kFewRows = 64;
-constexpr int kPrefetchBytes = 2048;         // ahead of use where each weight is used once
+constexpr int kPrefetchBytes = 1024;         // ahead of use where each weight is used once
 constexpr int64_t kBlockBytes = 192 * 1024;  // of weights that stay in the second-level cache
 constexpr int kBlockRows = 64;               // rows whose sums are kept while they pass the blocks along K
 
@@ -52,22 +53,32 @@ constexpr int chunk_of(Fmt fmt, int k) {
   return round_up((k + chunks - 1) / chunks, kUnit);
 }
 
-template <Fmt FMT, int K, int TT, class X>
-LLMC_INLINE void packed_tile(const Weight& w, int64_t tile, X x, int first_row, int from, int to, Ahead ahead,
-                             f32x16 (&acc)[TT]) {
-  if constexpr (FMT == Fmt::f32) {
-    dot_tile((const float*)w.data + tile * K * kLanes, x, first_row, from, to, ahead, acc);
-  } else if constexpr (FMT == Fmt::bf16) {
-    dot_tile((const uint16_t*)w.data + tile * K * kLanes, x, first_row, from, to, ahead, acc);
-  } else {
+template <Fmt FMT>
+struct FloatElement {
+  using Type = float;
+};
+template <>
+struct FloatElement<Fmt::bf16> {
+  using Type = uint16_t;
+};
+
+// The sums of S tiles that follow each other.
+template <Fmt FMT, int K, int S, int TT, class X>
+LLMC_INLINE void packed_tiles(const Weight& w, int64_t first, X x, int first_row, int from, int to, Ahead ahead,
+                              f32x16 (&acc)[S][TT]) {
+  if constexpr (is_quantized(FMT)) {
     constexpr int64_t kPadded = padded(FMT, K), kScales = kPadded / kGroup * kLanes;
-    const uint16_t* min = FMT == Fmt::w4 ? w.min + tile * kScales : nullptr;
-    dot_tile<FMT, kPadded>((const uint8_t*)w.data + tile * tile_bytes(FMT, K), w.scale + tile * kScales, min, x,
-                           first_row, from, to, ahead, acc);
+    const uint16_t* min = FMT == Fmt::w4 ? w.min + first * kScales : nullptr;
+    dot_tiles<FMT, kPadded>((const uint8_t*)w.data + first * tile_bytes(FMT, K), w.scale + first * kScales, min, x,
+                            first_row, from, to, ahead, acc);
+  } else {
+    using E = typename FloatElement<FMT>::Type;
+    for (int s = 0; s < S; ++s, ahead.p += ahead.stride)
+      dot_tile((const E*)w.data + (first + s) * K * kLanes, x, first_row, from, to, ahead, acc[s]);
   }
 }
 
-// The sums of one tile and TT rows (and of the tile of `up`, if gated) become output.
+// The sums of one tile and TT rows (and of its `up`, if gated) become output.
 template <int N, Act ACT, bool GATED, int TT>
 LLMC_INLINE void finish_tile(const Epilogue& e, int tile, int first_row, f32x16 (&acc)[TT], f32x16 (&up)[TT]) {
   int n = tile * kLanes, count = N - n < kLanes ? N - n : kLanes;
@@ -85,57 +96,60 @@ LLMC_INLINE void finish_tile(const Epilogue& e, int tile, int first_row, f32x16 
   }
 }
 
-// Elements from .. to - 1 along K of rows first_row .. first_row + TT - 1 and one tile of output columns. `sums` holds
-// the sums of the elements before, and takes these; null when the elements are all there are.
-template <Fmt FMT, int N, int K, Act ACT, bool GATED, int TT, class X>
-__attribute__((noinline)) void linear_tile(const Product<X>& p, int tile, int first_row, int from, int to, Ahead ahead,
-                                           f32x16* sums) {
-  f32x16 acc[TT] = {}, up[TT] = {};
+// Elements from .. to - 1 along K of rows first_row .. first_row + TT - 1 and S tiles of weights: of as many tiles of
+// output columns, from `tile` on, or of one if gated. `sums` holds the sums of the elements before, kBlockRows for each
+// tile of weights, and takes these; null when the elements are all there are.
+template <Fmt FMT, int N, int K, Act ACT, bool GATED, int S, int TT, class X>
+__attribute__((noinline)) void linear_tiles(const Product<X>& p, int tile, int first_row, int from, int to,
+                                            Ahead ahead, f32x16* sums) {
+  f32x16 acc[S][TT] = {};
   if (from > 0)
-    for (int t = 0; t < TT; ++t) {
-      acc[t] = sums[t];
-      if constexpr (GATED) up[t] = sums[kBlockRows + t];
-    }
-  int64_t first = GATED ? 2 * (int64_t)tile : tile;
-  packed_tile<FMT, K, TT>(p.w, first, p.x, first_row, from, to, ahead, acc);
-  if constexpr (GATED) {
-    ahead.p += (to - from + kUnit - 1) / kUnit * ahead.step;
-    packed_tile<FMT, K, TT>(p.w, first + 1, p.x, first_row, from, to, ahead, up);
-  }
-  if (to == padded(FMT, K)) return finish_tile<N, ACT, GATED>(p.e, tile, first_row, acc, up);
-  for (int t = 0; t < TT; ++t) {
-    sums[t] = acc[t];
-    if constexpr (GATED) sums[kBlockRows + t] = up[t];
+    for (int s = 0; s < S; ++s) __builtin_memcpy(acc[s], sums + s * kBlockRows, sizeof(acc[s]));
+  packed_tiles<FMT, K>(p.w, GATED ? 2 * (int64_t)tile : tile, p.x, first_row, from, to, ahead, acc);
+  if (to < padded(FMT, K)) {
+    for (int s = 0; s < S; ++s) __builtin_memcpy(sums + s * kBlockRows, acc[s], sizeof(acc[s]));
+  } else if constexpr (GATED) {
+    finish_tile<N, ACT, true>(p.e, tile, first_row, acc[0], acc[1]);
+  } else {
+    for (int s = 0; s < S; ++s) finish_tile<N, ACT, false>(p.e, tile + s, first_row, acc[s], acc[s]);
   }
 }
 
-// linear_tile for a number of rows that is known only now, 1 .. TT.
-template <Fmt FMT, int N, int K, Act ACT, bool GATED, int TT, class X>
+// linear_tiles for a number of rows that is known only now, 1 .. TT.
+template <Fmt FMT, int N, int K, Act ACT, bool GATED, int S, int TT, class X>
 LLMC_INLINE void linear_rows(int rows, const Product<X>& p, int tile, int first_row, int from, int to, Ahead ahead,
                              f32x16* sums) {
   if constexpr (TT > 0) {
-    if (rows == TT) return linear_tile<FMT, N, K, ACT, GATED, TT>(p, tile, first_row, from, to, ahead, sums);
-    linear_rows<FMT, N, K, ACT, GATED, TT - 1>(rows, p, tile, first_row, from, to, ahead, sums);
+    if (rows == TT) return linear_tiles<FMT, N, K, ACT, GATED, S, TT>(p, tile, first_row, from, to, ahead, sums);
+    linear_rows<FMT, N, K, ACT, GATED, S, TT - 1>(rows, p, tile, first_row, from, to, ahead, sums);
   }
 }
 
-// Tiles in turn, all rows for each.
-template <Fmt FMT, int N, int K, Act ACT, bool GATED, class X>
-inline void linear_few_rows(const Product<X>& p, Range tiles, int num_rows) {
-  constexpr int kPadded = padded(FMT, K), kRows = row_tile(FMT), kTilesAt = GATED ? 2 : 1;
-  constexpr int64_t kTileBytes = tile_bytes(FMT, K) * kTilesAt, kUnits = (kPadded + kUnit - 1) / kUnit * kTilesAt;
+// S tiles of weights, all rows.
+template <Fmt FMT, int N, int K, Act ACT, bool GATED, int S, class X>
+LLMC_INLINE void linear_few_rows_of(const Product<X>& p, int tile, int num_rows) {
+  constexpr int kPadded = padded(FMT, K), kRows = row_tile(FMT);
+  constexpr int64_t kTileBytes = tile_bytes(FMT, K), kUnits = (kPadded + kUnit - 1) / kUnit;
+  const char* data = (const char*)p.w.data + tile * kTileBytes * (GATED ? 2 : 1);
   int passes = (num_rows + kRows - 1) / kRows;
   int step = (int)((unit_bytes(FMT) / passes + 63) / 64 * 64);
-  for (int i = tiles.begin; i < tiles.end; ++i) {
-    const char* tile = (const char*)p.w.data + i * kTileBytes;
-    for (int pass = 0; pass < passes; ++pass) {
-      int begin = num_rows * pass / passes, end = num_rows * (pass + 1) / passes;
-      int64_t offset = pass * kUnits * step;  // each pass fetches its part of the next tile
-      Ahead ahead{tile + kTileBytes + offset, offset < kTileBytes ? step : 0};
-      if (passes == 1) ahead.p = tile + kPrefetchBytes;
-      linear_rows<FMT, N, K, ACT, GATED, kRows>(end - begin, p, i, begin, 0, kPadded, ahead, nullptr);
-    }
+  for (int pass = 0; pass < passes; ++pass) {
+    int begin = num_rows * pass / passes, end = num_rows * (pass + 1) / passes;
+    int64_t offset = pass * kUnits * step;  // each pass fetches its part of the tiles that follow
+    Ahead ahead{data + S * kTileBytes + offset, offset < kTileBytes ? step : 0, kTileBytes};
+    if (passes == 1) ahead.p = data + kPrefetchBytes;
+    linear_rows<FMT, N, K, ACT, GATED, S, kRows>(end - begin, p, tile, begin, 0, kPadded, ahead, nullptr);
   }
+}
+
+// Tiles in turn, two of weights at once, all rows for each.
+template <Fmt FMT, int N, int K, Act ACT, bool GATED, class X>
+inline void linear_few_rows(const Product<X>& p, Range tiles, int num_rows) {
+  constexpr int kStep = GATED ? 1 : 2;
+  int i = tiles.begin;
+  for (; i + kStep <= tiles.end; i += kStep) linear_few_rows_of<FMT, N, K, ACT, GATED, 2>(p, i, num_rows);
+  if constexpr (!GATED)
+    if (i < tiles.end) linear_few_rows_of<FMT, N, K, ACT, GATED, 1>(p, i, num_rows);
 }
 
 // Blocks of tiles, and for each blocks of rows and of K.
@@ -157,8 +171,8 @@ inline void linear_many_rows(const Product<X>& p, Range tiles, int num_rows) {
         for (int t = r; t < rows_end; t += kRows) {
           int count = t + kRows < rows_end ? kRows : rows_end - t;
           for (int i = first; i < last; ++i)
-            linear_rows<FMT, N, K, ACT, GATED, kRows>(count, p, i, t, from, to, Ahead{nullptr, 0},
-                                                      &sums[kWhole ? 0 : i - first][kWhole ? 0 : t - r]);
+            linear_rows<FMT, N, K, ACT, GATED, GATED ? 2 : 1, kRows>(
+                count, p, i, t, from, to, Ahead{nullptr, 0, 0}, &sums[kWhole ? 0 : i - first][kWhole ? 0 : t - r]);
         }
       }
     }
