@@ -34,6 +34,7 @@ from cpu_rounds import StepBytes, figures, measure, workloads
 from gpu_engines import Skipped
 
 from llmc.errors import UserError
+from llmc.machine import cpu_model
 from llmc.runtime.plan import Plan
 from llmc.runtime.targets import host_features
 from llmc.runtime.threads import default_threads
@@ -46,11 +47,9 @@ _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_i
 
 def machine() -> dict[str, Any]:
     """The CPU, its cores and extensions, memory and kernel."""
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": models[0] if models else platform.machine(), "cores": os.cpu_count(),
+        "cpu": cpu_model(), "cores": os.cpu_count(),
         "features": [f for f in _FEATURES if f in host_features()], "memory_gib": memory / 2**30,
         "kernel": platform.release(),
     }  # fmt: skip

@@ -3,13 +3,13 @@ that a run replaces its own section and no other."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmc.errors import UserError
+from llmc.files import replace_file
 
 
 def section(found: Mapping[str, Any]) -> str:
@@ -79,10 +79,4 @@ def put(document: str, name: str, text: str) -> str:
 
 def write(path: Path, name: str, text: str) -> None:
     """Replaces the section of `name` in the file."""
-    document = put(path.read_text() if path.exists() else "", name, text)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        file.write(document)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    replace_file(path, put(path.read_text() if path.exists() else "", name, text).encode())
