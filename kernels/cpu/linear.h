@@ -142,14 +142,13 @@ LLMC_INLINE void linear_few_rows_of(const Product<X>& p, int tile, int num_rows)
   }
 }
 
-// Tiles in turn, two of weights at once, all rows for each.
+// Tiles in turn, all rows for each; two tiles of quantised weights at once.
 template <Fmt FMT, int N, int K, Act ACT, bool GATED, class X>
 inline void linear_few_rows(const Product<X>& p, Range tiles, int num_rows) {
-  constexpr int kStep = GATED ? 1 : 2;
   int i = tiles.begin;
-  for (; i + kStep <= tiles.end; i += kStep) linear_few_rows_of<FMT, N, K, ACT, GATED, 2>(p, i, num_rows);
-  if constexpr (!GATED)
-    if (i < tiles.end) linear_few_rows_of<FMT, N, K, ACT, GATED, 1>(p, i, num_rows);
+  if constexpr (is_quantized(FMT) && !GATED)
+    for (; i + 2 <= tiles.end; i += 2) linear_few_rows_of<FMT, N, K, ACT, GATED, 2>(p, i, num_rows);
+  for (; i < tiles.end; ++i) linear_few_rows_of<FMT, N, K, ACT, GATED, GATED ? 2 : 1>(p, i, num_rows);
 }
 
 // Blocks of tiles, and for each blocks of rows and of K.

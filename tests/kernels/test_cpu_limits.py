@@ -84,5 +84,6 @@ def test_a_unit_does_as_many_multiply_adds_as_it_counts(library, kind):
     assert library.added(kind) == 9 * library.macs(kind)
 
 
+@pytest.mark.cross
 def test_the_avx512_branch_compiles():
     assert compile_unit(WRAPPERS, V4).exists()
