@@ -18,6 +18,7 @@ SOME = ("test_triton_linear.py::test_gated[w4]", "test_triton_rows.py::test_sele
 pytestmark = pytest.mark.skipif("LLMC_TEST_DEVICE" in os.environ, reason="this run is on a device already")
 
 
+@pytest.mark.slow
 def test_op_tests_run_on_an_interpreted_gpu() -> None:
     directory = Path(__file__).parent
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -74,6 +74,7 @@ def test_int8_keys_and_values_follow_the_reference() -> None:
     assert np.abs(sequences.rows(0) - expected).max() <= 0.06 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_a_row_has_the_same_bits_whatever_the_batch_and_the_chunks(device_sums: None) -> None:
     """Alone or with another, in one chunk or token by token (prompt kernel or decode kernels), few or many programs."""
     chunked = _run(gpu_executor("llama", "int8"), _CHUNKED, 1)
