@@ -7,19 +7,8 @@ namespace llmc {
 // exp(x) of x <= 0; exactly 0 below the normal numbers, and of -inf. A NaN stays a NaN.
 LLMC_INLINE f32x16 exp_of_negative(f32x16 x) {
   const float lowest = -87.0f;
-  f32x16 y = max(x, splat(lowest));
-  const float shift = 0x1.8p23f;  // adding it rounds to an integer, which then stands in the low mantissa bits
-  f32x16 shifted = fma(y, splat(1.44269504f), splat(shift));
-  f32x16 n = shifted - shift;
-  i32x16 exponent = (i32x16)shifted - (i32x16)splat(shift);
-  f32x16 r = fma(n, splat(-0.693359375f), y);
-  r = fma(n, splat(2.12194440e-4f), r);
-  f32x16 p = splat(1.381446491e-3f);
-  p = fma(p, r, splat(8.368780836e-3f));
-  p = fma(p, r, splat(4.166839272e-2f));
-  p = fma(p, r, splat(1.666651964e-1f));
-  p = fma(p, r, splat(0.5f));
-  p = fma(p, r * r, r) + 1.0f;
+  i32x16 exponent;
+  f32x16 p = exp_parts(max(x, splat(lowest)), exponent);
   f32x16 power = (f32x16)((exponent + 127) << 23);
   return x < lowest ? splat(0.0f) : p * power;
 }

@@ -7,13 +7,12 @@
 
 namespace llmc {
 
-// Underflows to exactly 0 (also for -inf), overflows to inf; a NaN stays a NaN.
-LLMC_INLINE f32x16 exp(f32x16 x) {
-  x = min(max(x, splat(-105.0f)), splat(89.0f));
+// exp(x) as a number near 1 times 2^exponent; |x| < 1e5.
+LLMC_INLINE f32x16 exp_parts(f32x16 x, i32x16& exponent) {
   const float shift = 0x1.8p23f;  // adding it rounds to an integer, which then stands in the low mantissa bits
   f32x16 shifted = fma(x, splat(1.44269504f), splat(shift));
   f32x16 n = shifted - shift;
-  i32x16 exponent = (i32x16)shifted - (i32x16)splat(shift);
+  exponent = (i32x16)shifted - (i32x16)splat(shift);
   f32x16 r = fma(n, splat(-0.693359375f), x);
   r = fma(n, splat(2.12194440e-4f), r);
   f32x16 p = splat(1.381446491e-3f);
@@ -21,7 +20,13 @@ LLMC_INLINE f32x16 exp(f32x16 x) {
   p = fma(p, r, splat(4.166839272e-2f));
   p = fma(p, r, splat(1.666651964e-1f));
   p = fma(p, r, splat(0.5f));
-  p = fma(p, r * r, r) + 1.0f;
+  return fma(p, r * r, r) + 1.0f;
+}
+
+// Underflows to exactly 0 (also for -inf), overflows to inf; a NaN stays a NaN.
+LLMC_INLINE f32x16 exp(f32x16 x) {
+  i32x16 exponent;
+  f32x16 p = exp_parts(min(max(x, splat(-105.0f)), splat(89.0f)), exponent);
   // 2^n in two factors: each is a normal number although the result may be subnormal or overflow.
   i32x16 half = exponent >> 1;
   f32x16 a = (f32x16)((half + 127) << 23), b = (f32x16)((exponent - half + 127) << 23);
