@@ -7,9 +7,9 @@
 // the residual, but not the input.
 //
 // Rows pass a tile in passes of up to row_tile(FMT). With few rows two tiles stay in the cache while all of them pass,
-// and the next ones are fetched meanwhile, so that each weight is read from memory once and in time; two at once, as one
-// stream of reads does not fill a memory channel. With many, blocks of
-// tiles and of K stay in the second-level cache, so that the rows are read from further away only once per block.
+// and the next ones are fetched meanwhile, so that each weight is read from memory once and in time; two, as one
+// stream of reads does not fill a memory channel. With many, blocks of tiles and of K stay in the second-level cache,
+// so that the rows are read from further away only once per block.
 #pragma once
 #include "dot.h"
 #include "vmath.h"

@@ -30,7 +30,7 @@ from cpu_checkpoints import SHAPES
 from cpu_engines import Limits, LlamaCpp, Measured, Worker
 from cpu_models import FORMATS, MAX_LENGTH, REPOSITORY, Command, Models, Peers, llama_cpp_version
 from cpu_report import section, write
-from cpu_rounds import StepBytes, figures, measure, workloads
+from cpu_rounds import figures, measure, step_bytes, workloads
 from gpu_engines import Skipped
 
 from llmc.errors import UserError
@@ -131,7 +131,7 @@ def run_format(
             except Skipped as reason:
                 skipped[name] = str(reason)
         results = measure(engines, what, rounds, int(manifest["model"]["vocab_size"]), say)
-        found = figures(results, list(begin), OURS, StepBytes.of(manifest), statistics.median(rates))
+        found = figures(results, list(begin), OURS, step_bytes(manifest), statistics.median(rates))
         for engine in engines:
             if engine.name in found["engines"]:
                 found["engines"][engine.name]["peak_bytes"] = engine.peak_bytes()

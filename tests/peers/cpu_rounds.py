@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from cpu_engines import Measured
-from gpu_engines import Skipped
-from gpu_rounds import Results, Workload
+from gpu_rounds import Results, StepBytes, Workload, interleave
 
 
 def workloads(decode: int) -> list[Workload]:
@@ -24,50 +21,17 @@ def measure(
     vocab_size: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> Results:
-    """Every round runs every workload once on every engine, after a warm-up that is not measured. In each round another
-    engine begins; all have the same prompts. An engine that fails is left out of what follows, by name.
-
-    Raises RuntimeError when one gives other than the tokens that were asked for.
-    """
-    results = Results({workload: {} for workload in what})
-    rng = np.random.default_rng(0)
-    for number in range(rounds + 1):
-        say(f"round {number} of {rounds}" if number else "warm-up")
-        first = number % len(engines) if engines else 0
-        turns = [*engines[first:], *engines[:first]]
-        for workload in what:
-            prompts = rng.integers(10, vocab_size, (workload.batch, workload.context)).tolist()
-            for engine in turns:
-                if engine.name in results.skipped:
-                    continue
-                try:
-                    seconds = engine.seconds(workload, prompts)
-                except Skipped as reason:
-                    results.skipped[engine.name] = f"{workload.name}: {reason}"
-                    continue
-                if number:
-                    results.seconds[workload].setdefault(engine.name, []).append(seconds)
-    return results
+    """Rounds as `interleave` says, begun by another engine each. Raises RuntimeError when an engine gives other than
+    the tokens asked for."""
+    return interleave(engines, what, rounds, vocab_size, lambda e, p, w: e.seconds(w, p), say, rotate=True)
 
 
-@dataclass(frozen=True)
-class StepBytes:
-    """Bytes that one decode step of a plan must read at least: weights, and keys and values per position."""
-
-    weights: int
-    position: int
-
-    @classmethod
-    def of(cls, manifest: Mapping[str, Any]) -> StepBytes:
-        """From a plan's manifest. Of the token embedding a step reads a few rows, unless it is the head, too."""
-        vocab = manifest["model"]["vocab_size"]
-        tables = [w for w in manifest["weights"] if w["shape"][0] == vocab]
-        unread = tables[0]["size"] if len(tables) > 1 else 0
-        return cls(manifest["memory"]["weight_bytes"] - unread, manifest["model"]["kv_bytes_per_token"])
-
-    def step(self, workload: Workload) -> int:
-        """In the middle of the decoding."""
-        return self.weights + self.position * workload.batch * (workload.context + workload.decode // 2)
+def step_bytes(manifest: Mapping[str, Any]) -> StepBytes:
+    """From a plan's manifest. Of the token embedding a step reads a few rows, unless it is the head, too."""
+    vocab = manifest["model"]["vocab_size"]
+    tables = [w for w in manifest["weights"] if w["shape"][0] == vocab]
+    unread = tables[0]["size"] if len(tables) > 1 else 0
+    return StepBytes(manifest["memory"]["weight_bytes"] - unread, manifest["model"]["kv_bytes_per_token"])
 
 
 def figures(results: Results, names: Sequence[str], ours: str, read: StepBytes, bandwidth: float) -> dict[str, Any]:

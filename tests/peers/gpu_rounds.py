@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from gpu_engines import Measured, Prompts, Skipped
@@ -41,7 +41,7 @@ def workloads(decode: int) -> list[Workload]:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that one decode step must read at least: weights, and keys and values per token and position."""
+    """Bytes that one decode step must read at least: weights, and keys and values per sequence and position."""
 
     weights: int
     context: int
@@ -69,6 +69,53 @@ class Results:
         return statistics.median(samples) if samples else None
 
 
+class Named(Protocol):
+    """What the rounds must know of an engine."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Engine = TypeVar("Engine", bound=Named)
+
+
+def interleave(
+    engines: Sequence[Engine],
+    what: Sequence[Workload],
+    rounds: int,
+    vocab_size: int,
+    seconds: Callable[[Engine, Prompts, Workload], float],
+    say: Callable[[str], None],
+    warm_up: bool = True,
+    rotate: bool = False,
+) -> Results:
+    """Every round runs every workload once on every engine, in turn, all on the same prompts. An engine that fails is
+    left out of what follows, by name.
+
+    warm_up: each runs once unmeasured before. rotate: in each round another engine begins. seconds: what is measured;
+    it raises Skipped for an engine that fails.
+    """
+    results = Results({workload: {} for workload in what})
+    rng = np.random.default_rng(0)
+    for number in range(0 if warm_up else 1, rounds + 1):
+        say(f"round {number} of {rounds}" if number else "warm-up")
+        first = number % len(engines) if rotate and engines else 0
+        turns = [*engines[first:], *engines[:first]]
+        for workload in what:
+            prompts = rng.integers(10, vocab_size, (workload.batch, workload.context)).tolist()
+            for engine in turns:
+                if engine.name in results.skipped:
+                    continue
+                try:
+                    time = seconds(engine, prompts, workload)
+                except Skipped as reason:
+                    results.skipped[engine.name] = f"{workload.name}: {reason}"
+                    continue
+                if number:
+                    results.seconds[workload].setdefault(engine.name, []).append(time)
+    return results
+
+
 def measure(
     engines: Sequence[Measured],
     what: Sequence[Workload],
@@ -77,28 +124,8 @@ def measure(
     say: Callable[[str], None] = lambda line: None,
     warm_up: bool = True,
 ) -> Results:
-    """Every round runs every workload once on every engine, in turn, on prompts of its own; with warm_up each runs once
-    unmeasured before. An engine that fails is left out of what follows, by name.
-
-    Raises RuntimeError when one gives other than the tokens that were asked for.
-    """
-    results = Results({workload: {} for workload in what})
-    rng = np.random.default_rng(0)
-    for number in range(0 if warm_up else 1, rounds + 1):
-        say(f"round {number} of {rounds}" if number else "warm-up")
-        for workload in what:
-            prompts = rng.integers(10, vocab_size, (workload.batch, workload.context)).tolist()
-            for engine in engines:
-                if engine.name in results.skipped:
-                    continue
-                try:
-                    seconds = _seconds(engine, prompts, workload)
-                except Skipped as reason:
-                    results.skipped[engine.name] = f"{workload.name}: {reason}"
-                    continue
-                if number:
-                    results.seconds[workload].setdefault(engine.name, []).append(seconds)
-    return results
+    """Rounds as `interleave` says. Raises RuntimeError when an engine gives other than the tokens asked for."""
+    return interleave(engines, what, rounds, vocab_size, _seconds, say, warm_up)
 
 
 def _seconds(engine: Measured, prompts: Prompts, workload: Workload) -> float:

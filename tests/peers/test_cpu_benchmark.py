@@ -13,7 +13,7 @@ import pytest
 from cpu_engines import Limits, LlamaCpp, Worker, decode_seconds
 from cpu_models import Models, Peers, llama_cpp_source, llama_cpp_version
 from cpu_report import put, section, write
-from cpu_rounds import StepBytes, figures, measure, workloads
+from cpu_rounds import StepBytes, figures, measure, step_bytes, workloads
 from cpu_worker import Clock
 from families import save_checkpoint, tiny_model
 from gpu_engines import Prompts, Skipped
@@ -89,8 +89,8 @@ def test_figures_are_medians_and_ratios_of_them() -> None:
 
 
 def test_a_step_reads_no_embedding_that_is_not_the_head() -> None:
-    assert StepBytes.of(MANIFEST) == StepBytes(900, 8)
-    assert StepBytes.of(MANIFEST | {"weights": MANIFEST["weights"][:2]}) == StepBytes(1000, 8)
+    assert step_bytes(MANIFEST) == StepBytes(900, 8)
+    assert step_bytes(MANIFEST | {"weights": MANIFEST["weights"][:2]}) == StepBytes(1000, 8)
 
 
 def test_the_workloads_are_those_of_the_documentation() -> None:
