@@ -46,7 +46,8 @@ struct Attention {
     return pages.end - pages.begin;
   }
 
-  // Items by sequence, token and range; each stands for all heads.
+  // Items by sequence, token and range; each stands for all heads. Threads claim them in this order: of a prompt the
+  // longest come first.
   template <class Visit>
   LLMC_INLINE void each_item(bool share, Visit visit) const {
     int64_t partial = 0;
@@ -57,7 +58,7 @@ struct Attention {
         for (int i = ranges.begin; i < ranges.end; ++i, partial += HKV)
           visit(Item{s, first, last, {i, i + 1}, (pages_of(first, last, i) + 1) * 2, partial});
       } else {
-        for (int t = first; t < last; t += kBlock) {
+        for (int t = first + (last - first - 1) / kBlock * kBlock; t >= first; t -= kBlock) {
           int end = t + kBlock < last ? t + kBlock : last;
           visit(Item{s, t, end, ranges_of(t, end), (pages_of(t, end, -1) + 1) * (end - t + 1), -1});
         }
@@ -83,13 +84,12 @@ struct Attention {
     block.start({layer_base, pages, head}, batch, item.begin, item.end, q, p);
   }
 
-  // The items of one thread.
+  // Items in turn, each claimed by one thread.
   void attend(Par par, bool share) const {
-    int64_t total = 0, done = 0;
-    each_item(share, [&](const Item& item) { total += item.cost * HKV; });
+    int next = par.nt > 1 ? par.claim(0, 1) : 0, index = 0;
     each_item(share, [&](const Item& item) {
-      for (int head = 0; head < HKV; ++head, done += item.cost) {
-        if (done * par.nt / total != par.tid) continue;
+      for (int head = 0; head < HKV; ++head, ++index) {
+        if (index != next) continue;
         Block block;
         start(block, item, head);
         for (int i = item.ranges.begin; i < item.ranges.end; ++i) {
@@ -100,6 +100,7 @@ struct Attention {
           block.finish(out);
         else
           leave(block.range, item.partial + head);
+        next = par.nt > 1 ? par.claim(0, 1) : next + 1;
       }
     });
   }
@@ -130,7 +131,7 @@ struct Attention {
   }
 };
 
-// q, out [T][HQ * D]; out is not q. Items go to threads by their estimated cost. Reads rows of other threads: a barrier
+// q, out [T][HQ * D]; out is not q. Threads claim items in turn. Reads rows of other threads: a barrier
 // stands before and after it. Sequences of one token that are few and long are shared by threads through `scratch`,
 // with a barrier of its own.
 template <int HQ, int HKV, int D, Kv KV>

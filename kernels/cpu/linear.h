@@ -3,7 +3,7 @@
 //   y[t, n] = act(sum_k x[t, k] * w[n, k] + bias[n]) + residual[t, n]
 //   gated:    act(x . gate[n] + bias[n]) * (x . up[n] + bias[N + n]) + residual[t, n]
 //
-// By column: a thread does whole tiles of 16 output columns for all rows. bias and residual.p may be null; out may be
+// By column: a thread does whole tiles of 16 output columns for all rows, claimed in pieces. bias and residual.p may be null; out may be
 // the residual, but not the input.
 //
 // Rows pass a tile in passes of up to row_tile(FMT). With few rows two tiles stay in the cache while all of them pass,
@@ -20,6 +20,7 @@ constexpr int kFewRows = 64;
 constexpr int kPrefetchBytes = 1024;         // ahead of use where each weight is used once
 constexpr int64_t kBlockBytes = 192 * 1024;  // of weights that stay in the second-level cache
 constexpr int kBlockRows = 64;               // rows whose sums are kept while they pass the blocks along K
+constexpr int kFewRowsPiece = 2;             // tiles that a thread claims at once when rows are few
 
 // Rows that share the loads of a tile, as registers allow.
 constexpr int row_tile([[maybe_unused]] Fmt fmt) {
@@ -151,28 +152,30 @@ inline void linear_few_rows(const Product<X>& p, Range tiles, int num_rows) {
   for (; i < tiles.end; ++i) linear_few_rows_of<FMT, N, K, ACT, GATED, GATED ? 2 : 1>(p, i, num_rows);
 }
 
-// Blocks of tiles, and for each blocks of rows and of K.
+// The most tiles whose elements from one block along K fit kBlockBytes.
+constexpr int block_tiles(Fmt fmt, int k, bool gated) {
+  int64_t bytes = tile_bytes(fmt, chunk_of(fmt, padded(fmt, k))) * (gated ? 2 : 1);
+  return bytes >= kBlockBytes ? 1 : (int)(kBlockBytes / bytes);
+}
+
+// One block of tiles, and for that blocks of rows and of K.
 template <Fmt FMT, int N, int K, Act ACT, bool GATED, class X>
 inline void linear_many_rows(const Product<X>& p, Range tiles, int num_rows) {
   constexpr int kPadded = padded(FMT, K), kRows = row_tile(FMT), kChunk = chunk_of(FMT, kPadded);
-  constexpr int64_t kTileBytes = tile_bytes(FMT, kChunk) * (GATED ? 2 : 1);
-  constexpr int kBlock = kTileBytes >= kBlockBytes ? 1 : (int)(kBlockBytes / kTileBytes);
   constexpr bool kWhole = kChunk >= kPadded;
-  constexpr int kKept = kWhole ? 1 : kBlock;  // tiles whose sums are kept
+  constexpr int kKept = kWhole ? 1 : block_tiles(FMT, K, GATED);  // tiles whose sums are kept
   f32x16 sums[kKept][2 * kBlockRows];
   const int block_rows = kWhole ? num_rows : kBlockRows;
-  for (int first = tiles.begin; first < tiles.end; first += kBlock) {
-    int last = first + kBlock < tiles.end ? first + kBlock : tiles.end;
-    for (int r = 0; r < num_rows; r += block_rows) {
-      int rows_end = r + block_rows < num_rows ? r + block_rows : num_rows;
-      for (int from = 0; from < kPadded; from += kChunk) {
-        int to = from + kChunk < kPadded ? from + kChunk : kPadded;
-        for (int t = r; t < rows_end; t += kRows) {
-          int count = t + kRows < rows_end ? kRows : rows_end - t;
-          for (int i = first; i < last; ++i)
-            linear_rows<FMT, N, K, ACT, GATED, GATED ? 2 : 1, kRows>(
-                count, p, i, t, from, to, Ahead{nullptr, 0, 0}, &sums[kWhole ? 0 : i - first][kWhole ? 0 : t - r]);
-        }
+  for (int r = 0; r < num_rows; r += block_rows) {
+    int rows_end = r + block_rows < num_rows ? r + block_rows : num_rows;
+    for (int from = 0; from < kPadded; from += kChunk) {
+      int to = from + kChunk < kPadded ? from + kChunk : kPadded;
+      for (int t = r; t < rows_end; t += kRows) {
+        int count = t + kRows < rows_end ? kRows : rows_end - t;
+        for (int i = tiles.begin; i < tiles.end; ++i)
+          linear_rows<FMT, N, K, ACT, GATED, GATED ? 2 : 1, kRows>(
+              count, p, i, t, from, to, Ahead{nullptr, 0, 0},
+              &sums[kWhole ? 0 : i - tiles.begin][kWhole ? 0 : t - r]);
       }
     }
   }
@@ -181,10 +184,17 @@ inline void linear_many_rows(const Product<X>& p, Range tiles, int num_rows) {
 template <Fmt FMT, int N, int K, Act ACT, bool GATED, class X>
 inline void linear(Par par, int num_rows, X x, Weight w, const float* bias, Mat residual, Mat out) {
   const Product<X> p{x, w, {bias, residual, out}};
-  Range tiles = share_of(par, round_up(N, kLanes) / kLanes);
+  constexpr int kTiles = round_up(N, kLanes) / kLanes, kBlock = block_tiles(FMT, K, GATED);
   if (num_rows == 0) return;
-  if (num_rows <= kFewRows) return linear_few_rows<FMT, N, K, ACT, GATED>(p, tiles, num_rows);
-  linear_many_rows<FMT, N, K, ACT, GATED>(p, tiles, num_rows);
+  if (num_rows <= kFewRows) {
+    share_pieces(par, kTiles, kFewRowsPiece,
+                 [&](Range tiles) { linear_few_rows<FMT, N, K, ACT, GATED>(p, tiles, num_rows); });
+    return;
+  }
+  // Blocks of one size, so that no thread comes late with a large one.
+  int share = (kTiles + par.nt - 1) / par.nt, blocks = (share + kBlock - 1) / kBlock;
+  share_pieces(par, kTiles, (share + blocks - 1) / blocks,
+               [&](Range tiles) { linear_many_rows<FMT, N, K, ACT, GATED>(p, tiles, num_rows); });
 }
 
 }  // namespace llmc

@@ -1,13 +1,16 @@
 // A pool of threads that run one function together, with barriers between its phases.
 //
 // Every thread, the caller as thread 0, runs fn(ctx, Par{tid, nt, pool}). Waiting spins for a while and then sleeps
-// on a futex, so that neither a barrier nor an idle pool keeps a core from a server that shares it. Linux only.
+// on a futex, so that neither a barrier nor an idle pool keeps a core from a server that shares it. Between two barriers
+// threads may claim pieces of work from each other, so that one that is held up does not hold up all. Linux only.
 #pragma once
 #include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -21,6 +24,8 @@ struct Par {
   Pool* pool;
   // Returns when all nt threads have called it; what any wrote before, all see after.
   void barrier() const;
+  // Claims the next `count` pieces of thread `owner`'s, which begin with the returned one: 0 after a barrier. nt > 1.
+  int claim(int owner, int count) const;
 };
 
 using StepFn = void (*)(void* ctx, Par par);
@@ -63,6 +68,12 @@ struct alignas(64) Signal {
   }
 };
 
+// How many pieces of a thread's work are claimed, in phases of even and of odd number. A phase ends with a barrier;
+// before a thread comes to that, it clears what it will use in the next one, as nobody reads it any more.
+struct alignas(64) Claimed {
+  uint32_t pieces[2] = {0, 0};
+};
+
 struct Pool {
   struct Worker {
     Pool* pool;
@@ -78,6 +89,7 @@ struct Pool {
   StepFn fn = nullptr;
   void* ctx = nullptr;
   Worker workers[kMaxThreads];
+  Claimed claimed[kMaxThreads];
 
   // Runs fn on every thread and returns when all have finished. One caller at a time.
   void run(StepFn f, void* c) {
@@ -85,12 +97,13 @@ struct Pool {
     ctx = c;
     if (nt > 1) start.advance();
     f(c, Par{0, nt, this});
-    wait_for_all();
+    wait_for_all(0);
   }
 
-  void wait_for_all() {
+  void wait_for_all(int tid) {
     if (nt == 1) return;
     uint32_t phase = barrier.get();
+    __atomic_store_n(&claimed[tid].pieces[~phase & 1], 0, __ATOMIC_RELAXED);
     if (__atomic_add_fetch(&arrived, 1, __ATOMIC_ACQ_REL) == (uint32_t)nt) {
       __atomic_store_n(&arrived, 0, __ATOMIC_RELAXED);
       barrier.advance();
@@ -100,16 +113,24 @@ struct Pool {
   }
 };
 
-inline void Par::barrier() const { pool->wait_for_all(); }
+inline void Par::barrier() const { pool->wait_for_all(tid); }
+
+inline int Par::claim(int owner, int count) const {
+  uint32_t phase = pool->barrier.get();  // does not change before this thread has come to the barrier
+  return (int)__atomic_fetch_add(&pool->claimed[owner].pieces[phase & 1], (uint32_t)count, __ATOMIC_RELAXED);
+}
 
 inline void* pool_worker(void* arg) {
   auto* worker = (Pool::Worker*)arg;
   Pool* pool = worker->pool;
+  char name[16];  // as top -H shows it
+  snprintf(name, sizeof(name), "llmc-pool-%d", worker->tid);
+  prctl(PR_SET_NAME, name);
   for (uint32_t seen = 0;; ++seen) {
     pool->start.wait_while(seen, kIdleSpins);
     if (pool->stop) return nullptr;
     pool->fn(pool->ctx, Par{worker->tid, pool->nt, pool});
-    pool->wait_for_all();
+    pool->wait_for_all(worker->tid);
   }
 }
 

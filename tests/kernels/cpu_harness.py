@@ -1,10 +1,10 @@
 """Compiles a unit of wrappers around the CPU kernels and calls it with numpy arrays.
 
 A wrapper is an `EXPORT` function whose first parameter is a `Par`; `Unit.run` calls it for every thread id of
-a team in turn, which is what the threads of a pool do at once. A 2-D float32 array is passed as a `Mat`, any
-other array as a pointer, a Python float as float, None as a null pointer.
+a team, on threads of its own. A 2-D float32 array is passed as a `Mat`, any other array as a pointer, a Python float as
+float, None as a null pointer.
 
-Code for aarch64 runs in a process of its own under qemu-user (cross_guest.py). A structure with pointers says in
+Code for aarch64 runs in a process of its own under qemu-user (cross_guest.py), the team in turn. A structure with pointers says in
 `arrays` what they point into, so that it can be passed there.
 """
 
@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ _PREAMBLE = """
 #include "llmc.h"
 using namespace llmc;
 #define EXPORT extern "C" __attribute__((visibility("default")))
+static Pool team_pool;
+EXPORT void* new_team(int nt) {  // without threads
+  team_pool = Pool();
+  team_pool.nt = nt;
+  return &team_pool;
+}
 """
 SENTINEL = np.float32(-12345.0)
 
@@ -189,8 +196,14 @@ class Unit:
         self.library = ctypes.CDLL(str(path)) if self.guest is None else None
 
     def run(self, name: str, *args: Any, threads: int = 1) -> None:
-        for tid in range(threads):
-            self.call(name, Par(tid, threads, None), *args)
+        pool = self.call("new_team", threads if self.guest is None else 1)  # of one: a barrier does not wait
+        team = [Par(tid, threads, pool) for tid in range(threads)]
+        if self.guest is not None or threads == 1:
+            for par in team:
+                self.call(name, par, *args)
+            return
+        with ThreadPoolExecutor(threads) as executor:
+            list(executor.map(lambda par: self.call(name, par, *args), team))
 
     def call(self, name: str, *args: Any) -> int:
         """The int64_t that a function returns, whatever its parameters; meaningless for one that returns nothing."""

@@ -25,6 +25,23 @@ static void work(void* ctx, Par par) {
     if (phase > 0 && job.counts[phase - 1] != par.nt) __atomic_fetch_add(&job.failures, 1, __ATOMIC_RELAXED);
   }
 }
+// Every phase has `pieces` units of work in pieces of `size`. In the odd ones thread 0 is held up in its first piece
+// until all others are done.
+struct Shares { int phases, pieces, size, failures, done; int times[64][200]; };
+static void share(void* ctx, Par par) {
+  Shares& s = *(Shares*)ctx;
+  for (int phase = 0; phase < s.phases; ++phase) {
+    bool held_up = par.tid == 0 && par.nt > 1 && phase % 2 == 1;
+    share_pieces(par, s.pieces, s.size, [&](Range r) {
+      for (int i = r.begin; i < r.end; ++i) __atomic_fetch_add(&s.times[phase][i], 1, __ATOMIC_RELAXED);
+      if (r.end - r.begin > s.size || r.end <= r.begin) __atomic_fetch_add(&s.failures, 1, __ATOMIC_RELAXED);
+      int done = __atomic_add_fetch(&s.done, r.end - r.begin, __ATOMIC_SEQ_CST);
+      while (held_up && done < (phase + 1) * s.pieces) done = __atomic_load_n(&s.done, __ATOMIC_SEQ_CST);
+    });
+    par.barrier();
+  }
+}
+EXPORT void run_shares(void* pool, Shares* s) { ((Pool*)pool)->run(share, s); }
 struct Layer { int t; Mat x, normed, out; QuantBuf q; Weight w; };
 static void layer(void* ctx, Par par) {
   Layer& l = *(Layer*)ctx;
@@ -67,6 +84,23 @@ def test_phases_stay_in_step(library, threads):
     assert library.run_jobs(pool, 400 if threads < 3 else 30, 5) == 0
     time.sleep(0.05)  # workers are asleep now
     assert library.run_jobs(pool, 5, 64) == 0
+    library.destroy(pool)
+
+
+class Shares(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("phases", "pieces", "size", "failures", "done")]
+    _fields_ += [("times", ctypes.c_int * 200 * 64)]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+@pytest.mark.parametrize(("pieces", "size"), [(0, 1), (1, 1), (2, 3), (37, 1), (64, 2), (199, 7)])
+def test_every_piece_is_done_once_even_if_its_thread_is_held_up(library, threads, pieces, size):
+    pool = library.create(threads, ctypes.byref(ctypes.c_int()))
+    for _ in range(3):  # an odd number of barriers in each run
+        shares = Shares(phases=6, pieces=pieces, size=size)
+        library.run_shares(ctypes.c_void_p(pool), ctypes.byref(shares))
+        assert shares.failures == 0
+        assert (np.array(shares.times)[:6, :pieces] == 1).all()
     library.destroy(pool)
 
 
