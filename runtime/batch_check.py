@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
-from llmc.runtime.batch import Batch, Executor
+from llmc.runtime.batch import Batch, Executor, Int32
+
+_SHORT = 256
 
 
 def check_batch(batch: Batch, executor: Executor) -> None:
@@ -20,22 +24,31 @@ def check_batch(batch: Batch, executor: Executor) -> None:
         raise ValueError(f"a batch of {count} tokens and {len(rows)} rows does not fit the engine")
     if len(batch.positions) != count or batch.block_tables.shape[0] != seqs or len(batch.sampling) != len(rows):
         raise ValueError("batch arrays differ in length")
-    if starts[0] != 0 or starts[-1] != count or (starts[1:] <= starts[:-1]).any():
+    bounds = starts.tolist()
+    if bounds[0] != 0 or bounds[-1] != count or any(a >= b for a, b in pairwise(bounds)):
         raise ValueError("query_start does not divide the tokens")
-    if len(rows) and (rows.min() < 0 or rows.max() >= count):
+    if len(rows) and _largest(rows) >= count:
         raise ValueError("a row to sample is no token of the batch")
-    if tokens.min() < 0 or tokens.max() >= executor.vocab_size:
+    if _largest(tokens) >= executor.vocab_size:
         raise ValueError("a token id is outside the vocabulary")
     _check_pages(batch, executor)
 
 
 def _check_pages(batch: Batch, executor: Executor) -> None:
     tables, starts, positions = batch.block_tables, batch.query_start, batch.positions
-    if positions.min() < 0 or int(positions.max()) // executor.page_size >= tables.shape[1]:
+    if _largest(positions) // executor.page_size >= tables.shape[1]:
         raise ValueError("a position lies outside its block table")
-    steps = np.diff(positions)
-    steps[starts[1:-1] - 1] = 1  # from one sequence to the next
-    if (steps != 1).any():
-        raise ValueError("positions of a sequence are not consecutive")
-    if tables.min() < 0 or tables.max() >= executor.num_pages:
+    if len(positions) > tables.shape[0]:  # else every sequence has one
+        steps = np.diff(positions)
+        steps[starts[1:-1] - 1] = 1  # from one sequence to the next
+        if (steps != 1).any():
+            raise ValueError("positions of a sequence are not consecutive")
+    if _largest(tables) >= executor.num_pages:
         raise ValueError("a block table names a page outside the pool")
+
+
+def _largest(a: Int32) -> int:
+    """Of the numbers as unsigned ones, so that a negative one is larger than any limit. This runs between two steps,
+    when no core does anything else, and out of a cold cache: a call of numpy takes longer there than a short list."""
+    unsigned = a.view(np.uint32)
+    return max(unsigned.ravel().tolist(), default=0) if a.size <= _SHORT else int(unsigned.max())

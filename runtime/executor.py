@@ -105,6 +105,11 @@ class CpuExecutor:
         )
         self._kv = anonymous_memory(self.page_bytes * config.num_pages, "the KV pool (--kv-cache-memory)")
         self._arena = anonymous_memory(self.arena_bytes, "activations (--max-num-batched-tokens)")
+        self._out_tokens = np.zeros(config.max_num_rows, np.int32)
+        self._out_logprobs = np.zeros(config.max_num_rows, np.float32)
+        self._out_pointers = {
+            "out_tokens": self._out_tokens.ctypes.data, "out_logprobs": self._out_logprobs.ctypes.data
+        }  # fmt: skip
         error = ctypes.c_int32(0)
         self._engine: int | None = self._library.llmc_create(
             self._weights.ctypes.data, self._kv.ctypes.data, config.num_pages, self._arena.ctypes.data,
@@ -124,18 +129,27 @@ class CpuExecutor:
         meanwhile()
         rows = len(batch.rows)
         sampling, flat = pack_sampling(batch.sampling)
-        out_tokens, out_logprobs = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
-        logits = np.empty((rows, self.vocab_size), np.float32) if batch.want_logits else None
-        arrays: dict[str, npt.NDArray[np.generic] | None] = {
-            "tokens": batch.tokens, "positions": batch.positions, "query_start": batch.query_start,
-            "block_tables": batch.block_tables, "rows": batch.rows, "sampling": sampling, **flat,
-            "out_tokens": out_tokens, "out_logprobs": out_logprobs, "logits": logits,
+        # One block of memory and one address: this runs out of a cold cache, while every core waits for it.
+        inputs = {
+            "sampling": sampling, "tokens": batch.tokens, "positions": batch.positions,
+            "query_start": batch.query_start, "block_tables": batch.block_tables, "rows": batch.rows, **flat,
         }  # fmt: skip
-        pointers = {name: a.ctypes.data if a is not None else None for name, a in arrays.items()}
-        view = _Batch(len(batch.tokens), len(batch.query_start) - 1, rows, batch.block_tables.shape[1], **pointers)
+        parts = {name: a.tobytes() for name, a in inputs.items() if a is not None}
+        block = b"".join(parts.values())
+        at = ctypes.cast(block, ctypes.c_void_p).value or 0
+        pointers: dict[str, int] = {}
+        for name, part in parts.items():
+            pointers[name] = at
+            at += len(part)
+        tokens, logprobs = self._out_tokens[:rows], self._out_logprobs[:rows]
+        logits = np.empty((rows, self.vocab_size), np.float32) if batch.want_logits else None
+        view = _Batch(
+            len(batch.tokens), len(batch.query_start) - 1, rows, batch.block_tables.shape[1], **pointers,
+            **self._out_pointers, logits=None if logits is None else logits.ctypes.data,
+        )  # fmt: skip
         if self._library.llmc_step(self._engine, ctypes.byref(view)):
             raise ValueError("the batch is larger than the engine's arena")
-        return StepOutput(out_tokens, out_logprobs, logits)
+        return StepOutput(tokens.copy(), logprobs.copy(), logits)
 
     @property
     def phases(self) -> tuple[Phase, ...]:

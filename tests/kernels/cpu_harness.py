@@ -4,8 +4,8 @@ A wrapper is an `EXPORT` function whose first parameter is a `Par`; `Unit.run` c
 a team, on threads of its own. A 2-D float32 array is passed as a `Mat`, any other array as a pointer, a Python float as
 float, None as a null pointer.
 
-Code for aarch64 runs in a process of its own under qemu-user (cross_guest.py), the team in turn. A structure with pointers says in
-`arrays` what they point into, so that it can be passed there.
+Code for aarch64 runs in a process of its own under qemu-user (cross_guest.py), the team in turn. A structure with
+pointers says in `arrays` what they point into, so that it can be passed there.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -29,30 +28,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # llmc, from a che
 from cpu_checkpoints import SHAPES
 from cpu_engines import Limits, LlamaCpp, Measured, Worker
 from cpu_models import FORMATS, MAX_LENGTH, REPOSITORY, Command, Models, Peers, llama_cpp_version
-from cpu_report import section, write
+from cpu_report import section, this_machine, write
 from cpu_rounds import figures, measure, step_bytes, workloads
 from gpu_engines import Skipped
 
 from llmc.errors import UserError
-from llmc.machine import cpu_model
 from llmc.runtime.plan import Plan
-from llmc.runtime.targets import host_features
 from llmc.runtime.threads import default_threads
 
 OURS = "llmc"
 DOCS = REPOSITORY / "docs" / "benchmarks.md"
 BANDWIDTH_MIB, BANDWIDTH_PASSES = 512, 8
-_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
-
-
-def machine() -> dict[str, Any]:
-    """The CPU, its cores and extensions, memory and kernel."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": cpu_model(), "cores": os.cpu_count(),
-        "features": [f for f in _FEATURES if f in host_features()], "memory_gib": memory / 2**30,
-        "kernel": platform.release(),
-    }  # fmt: skip
 
 
 class Bandwidth:
@@ -150,7 +136,7 @@ def run(
     bandwidth = Bandwidth(models.folder, threads)
     results = {p: run_format(models, peers, p, threads, rounds, decode, bandwidth) for p in formats}
     return {
-        "model": models.name, "date": datetime.date.today().isoformat(), "machine": machine(), "threads": threads,
+        "model": models.name, "date": datetime.date.today().isoformat(), "machine": this_machine(), "threads": threads,
         "rounds": rounds, "command": command, "workloads": [w.name for w in workloads(decode)], "formats": results,
         "versions": {package: v for result in results.values() for package, v in result["versions"].items()},
     }  # fmt: skip

@@ -1,8 +1,10 @@
-"""What `cpu.py` found, as Markdown, and its place in docs/benchmarks.md: a section for each model, between markers, so
-that a run replaces its own section and no other."""
+"""What `cpu.py` and `serving.py` found, as Markdown, and its place in docs/benchmarks.md: a section for each, between
+markers, so that a run replaces its own section and no other."""
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,17 +12,38 @@ from typing import Any
 
 from llmc.errors import UserError
 from llmc.files import replace_file
+from llmc.machine import cpu_model
+from llmc.runtime.targets import host_features
+
+_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
+
+
+def this_machine() -> dict[str, Any]:
+    """The CPU, its cores and extensions, memory and kernel."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": cpu_model(), "cores": os.cpu_count(),
+        "features": [f for f in _FEATURES if f in host_features()], "memory_gib": memory / 2**30,
+        "kernel": platform.release(),
+    }  # fmt: skip
+
+
+def machine_line(found: Mapping[str, Any]) -> str:
+    """When and where it was measured. found: "date", "machine" and "threads"."""
+    machine = found["machine"]
+    return (
+        f"{found['date']}. {machine['cpu']}, {found['threads']} threads on {machine['cores']} cores "
+        f"({', '.join(machine['features']) or 'no vector extensions of note'}), {machine['memory_gib']:.0f} GiB, "
+        f"Linux {machine['kernel']}."
+    )
 
 
 def section(found: Mapping[str, Any]) -> str:
     """found: as `cpu.run` returns it."""
-    machine = found["machine"]
     lines = [
         f"## {found['model']}",
         "",
-        f"{found['date']}. {machine['cpu']}, {found['threads']} threads on {machine['cores']} cores "
-        f"({', '.join(machine['features']) or 'no vector extensions of note'}), {machine['memory_gib']:.0f} GiB, "
-        f"Linux {machine['kernel']}. {found['rounds']} rounds, medians.",
+        f"{machine_line(found)} {found['rounds']} rounds, medians.",
         "",
         "Versions: " + ", ".join(f"{name} {version}" for name, version in found["versions"].items()) + ".",
         "",
