@@ -31,7 +31,8 @@ class RowSampling:
     top_p in (0, 1]. min_p in [0, 1). repetition_penalty > 0, 1 is off. seed: 64 bits, keys the Philox generator;
     the counter is the absolute position of the sampled token, so a token never depends on batching or preemption.
     penalty_tokens / penalty_counts: distinct ids seen so far (prompt and output) and how often each occurs in the
-    output (0: only in the prompt). bias_tokens / bias_values: `logit_bias`.
+    output (0: only in the prompt). bias_tokens / bias_values: `logit_bias`. want_logprob: whether anybody reads the
+    token's log-probability; it changes no token.
     Order: logit_bias, repetition, presence and frequency penalties, temperature, min_p, top_k, top_p.
     """
 
@@ -47,6 +48,7 @@ class RowSampling:
     penalty_counts: Int32 | None = None
     bias_tokens: Int32 | None = None
     bias_values: Float32 | None = None
+    want_logprob: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """tokens [R] int32; logprobs [R] float32 of the sampled token under softmax of the raw logits;
+    """tokens [R] int32; logprobs [R] float32 of the sampled token under softmax of the raw logits, where it was wanted;
     logits [R, V] float32 when the batch asked for them, else None."""
 
     tokens: Int32

@@ -67,6 +67,7 @@ def row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampli
         penalty_counts=penalty_counts,
         bias_tokens=np.fromiter(bias, np.int32, len(bias)) if bias else None,
         bias_values=np.fromiter(bias.values(), np.float32, len(bias)) if bias else None,
+        want_logprob=params.logprobs is not None,
     )
     if not too_short and penalty_tokens is None:
         sequence.row_sampling = row

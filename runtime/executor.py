@@ -70,6 +70,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "llmc_page_bytes": (i64, []),
         "llmc_arena_bytes": (i64, [i32, i32, i32]),
         "llmc_create": (ptr, [ptr, ptr, i64, ptr, i32, i32, i32, ctypes.POINTER(i32)]),
+        "llmc_rouse": (None, [ptr]),
         "llmc_step": (i32, [ptr, ctypes.POINTER(_Batch)]),
         "llmc_destroy": (None, [ptr]),
         "llmc_phases": (ctypes.c_char_p, []),
@@ -127,6 +128,7 @@ class CpuExecutor:
             raise RuntimeError("the executor is closed")
         check_batch(batch, self)
         meanwhile()
+        self._library.llmc_rouse(self._engine)
         rows = len(batch.rows)
         sampling, flat = pack_sampling(batch.sampling)
         # One block of memory and one address: this runs out of a cold cache, while every core waits for it.

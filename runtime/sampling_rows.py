@@ -11,8 +11,8 @@ ROW_SAMPLING = np.dtype(
     [
         ("temperature", "<f4"), ("top_p", "<f4"), ("min_p", "<f4"), ("repetition_penalty", "<f4"),
         ("presence_penalty", "<f4"), ("frequency_penalty", "<f4"), ("top_k", "<i4"), ("num_penalty", "<i4"),
-        ("num_bias", "<i4"), ("penalty_offset", "<i4"), ("bias_offset", "<i4"), ("reserved", "<i4"),
-        ("seed", "<u8"), ("reserved2", "<u8"),
+        ("num_bias", "<i4"), ("penalty_offset", "<i4"), ("bias_offset", "<i4"), ("no_logprob", "<i4"),
+        ("seed", "<u8"), ("reserved", "<u8"),
     ]
 )  # fmt: skip
 """64 bytes."""
@@ -40,7 +40,8 @@ def pack_sampling(
             raise ValueError("bias_tokens and bias_values differ in length")
         table[i] = (
             row.temperature, row.top_p, row.min_p, row.repetition_penalty, row.presence_penalty,
-            row.frequency_penalty, row.top_k, penalties, biases, penalty_at, bias_at, 0, row.seed, 0,
+            row.frequency_penalty, row.top_k, penalties, biases, penalty_at, bias_at,
+            not row.want_logprob, row.seed, 0,
         )  # fmt: skip
         if row.penalty_tokens is not None and row.penalty_counts is not None:
             penalty_tokens.append(row.penalty_tokens)

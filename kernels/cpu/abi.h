@@ -6,7 +6,7 @@
 
 namespace llmc {
 
-constexpr int kAbiVersion = 2;
+constexpr int kAbiVersion = 3;
 constexpr int kPageSize = 16;  // positions per KV page
 
 // Sampling of one row; see RowSampling in runtime/batch.py. 64 bytes.
@@ -15,9 +15,9 @@ struct RowSampling {
   int32_t top_k;
   int32_t num_penalty, num_bias;       // entries in the arrays below
   int32_t penalty_offset, bias_offset; // first entry of this row in the batch's flat arrays
-  int32_t reserved;
+  int32_t no_logprob;                  // not 0: nobody asks for the token's log-probability
   uint64_t seed;
-  uint64_t reserved2;
+  uint64_t reserved;
 };
 static_assert(sizeof(RowSampling) == 64, "mirrored in runtime/sampling_rows.py");
 
@@ -34,7 +34,7 @@ struct Batch {
   const int32_t* bias_tokens;
   const float* bias_values;
   int32_t* out_tokens;    // [R]
-  float* out_logprobs;    // [R]
+  float* out_logprobs;    // [R]; NaN where nobody asks
   float* logits;          // [R][V], or null when not asked for
 };
 

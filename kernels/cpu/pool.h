@@ -32,6 +32,7 @@ using StepFn = void (*)(void* ctx, Par par);
 
 constexpr int kBarrierSpins = 2000;  // pauses (about 40 cycles each) before a thread sleeps inside a step
 constexpr int kIdleSpins = 2000;     // the same between steps
+constexpr int kRousedSpins = 8000;   // the same when a step is about to begin
 constexpr int kMaxThreads = 256;
 
 inline void cpu_pause() {
@@ -50,19 +51,26 @@ struct alignas(64) Signal {
   uint32_t get() const { return __atomic_load_n(&value, __ATOMIC_ACQUIRE); }
 
   void wait_while(uint32_t old, int spins) {
-    for (int i = 0; i < spins; ++i) {
-      if (get() != old) return;
-      cpu_pause();
+    for (;; spins = kRousedSpins) {
+      for (int i = 0; i < spins; ++i) {
+        if (get() != old) return;
+        cpu_pause();
+      }
+      __atomic_fetch_add(&sleepers, 1, __ATOMIC_SEQ_CST);
+      if (__atomic_load_n(&value, __ATOMIC_SEQ_CST) == old)
+        syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+      __atomic_fetch_sub(&sleepers, 1, __ATOMIC_SEQ_CST);
     }
-    __atomic_fetch_add(&sleepers, 1, __ATOMIC_SEQ_CST);
-    while (__atomic_load_n(&value, __ATOMIC_SEQ_CST) == old)
-      syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
-    __atomic_fetch_sub(&sleepers, 1, __ATOMIC_SEQ_CST);
   }
 
   // Sleepers count themselves before they look at value, and we change value before we count them: none is missed.
   void advance() {
     __atomic_fetch_add(&value, 1, __ATOMIC_SEQ_CST);
+    rouse();
+  }
+
+  // Sleepers spin again: waking takes them a while, and the change is near.
+  void rouse() {
     if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST) != 0)
       syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, kMaxThreads, nullptr, nullptr, 0);
   }

@@ -81,9 +81,24 @@ inline float sanitise(float* logits, int vocab, int padded) {
 }
 
 inline int first_at_least(const float* logits, int vocab, float value) {
-  for (int i = 0; i < vocab; ++i)
+  int i = 0;
+  while (i + kLanes <= vocab && !__builtin_reduce_or(load<f32x16>(logits + i) >= value)) i += kLanes;
+  for (; i < vocab; ++i)
     if (logits[i] >= value) return i;
   return 0;
+}
+
+// The largest of a row as it is, with the meaning of `sanitise`.
+inline float largest_of(const float* logits, int vocab) {
+  f32x16 largest = splat(-kInf);
+  int i = 0;
+  for (; i + kLanes <= vocab; i += kLanes) {
+    f32x16 v = load<f32x16>(logits + i);
+    largest = v > largest ? v : largest;  // a NaN is not
+  }
+  float found = hmax(largest);
+  for (; i < vocab; ++i) found = logits[i] > found ? logits[i] : found;
+  return found < __FLT_MAX__ ? found : __FLT_MAX__;
 }
 
 // Bias and penalties; ids outside the vocabulary are ignored. True if there were any.
@@ -214,16 +229,24 @@ inline int32_t sample_row(const Batch& batch, const RowSampling& s, const float*
                           const SampleScratch& scratch, float* logprob) {
   int padded = round_up(vocab, kSumBlock);
   float *logits = scratch.logits, *weights = scratch.weights;
+  bool plain = s.num_bias == 0 && s.num_penalty == 0, greedy = s.temperature == 0.0f, wanted = s.no_logprob == 0;
+  *logprob = __builtin_nanf("");
+  if (plain && greedy && !wanted) {
+    float largest = largest_of(raw, vocab);
+    return largest == -kInf ? 0 : first_at_least(raw, vocab, largest);
+  }
   __builtin_memcpy(logits, raw, sizeof(float) * vocab);
-  float raw_max = sanitise(logits, vocab, padded);
+  float raw_max = sanitise(logits, vocab, padded), max = raw_max;
   if (raw_max == -kInf) {
-    *logprob = -kInf;
+    if (wanted) *logprob = -kInf;
     return 0;
   }
-  softmax_weights(logits, weights, padded, raw_max, 1.0f);
-  double log_total = log(block_sums(weights, padded));
-  bool plain = s.num_bias == 0 && s.num_penalty == 0, greedy = s.temperature == 0.0f;
-  float max = 0.0f;
+  double log_total = 0;
+  if (wanted) {
+    softmax_weights(logits, weights, padded, raw_max, 1.0f);
+    log_total = log(block_sums(weights, padded));
+    max = 0.0f;
+  }
   if (!plain) {
     __builtin_memcpy(logits, raw, sizeof(float) * vocab);
     sanitise(logits, vocab, padded);
@@ -234,14 +257,16 @@ inline int32_t sample_row(const Batch& batch, const RowSampling& s, const float*
   if (greedy || max == -kInf) {
     token = first_at_least(logits, vocab, max);
   } else {
-    if (!plain || s.temperature != 1.0f) softmax_weights(logits, weights, padded, max, s.temperature);
+    if (!plain || !wanted || s.temperature != 1.0f) softmax_weights(logits, weights, padded, max, s.temperature);
     double u = philox_uniform(s.seed, position);
     bool filtered = s.min_p > 0.0f || s.top_p < 1.0f || (s.top_k > 0 && s.top_k < vocab);
     token = filtered ? sample_filtered(scratch, vocab, padded, s, u) : sample_by_id(weights, vocab, padded, u);
   }
-  f32x16 r = splat(raw[token]);
-  r = r == r ? min(r, splat(__FLT_MAX__)) : splat(-kInf);
-  *logprob = (float)((double)(r[0] - raw_max) - log_total);
+  if (wanted) {
+    f32x16 r = splat(raw[token]);
+    r = r == r ? min(r, splat(__FLT_MAX__)) : splat(-kInf);
+    *logprob = (float)((double)(r[0] - raw_max) - log_total);
+  }
   return token;
 }
 

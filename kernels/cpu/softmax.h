@@ -8,9 +8,8 @@ namespace llmc {
 LLMC_INLINE f32x16 exp_of_negative(f32x16 x) {
   const float lowest = -87.0f;
   i32x16 exponent;
-  f32x16 p = exp_parts(max(x, splat(lowest)), exponent);
-  f32x16 power = (f32x16)((exponent + 127) << 23);
-  return x < lowest ? splat(0.0f) : p * power;
+  i32x16 p = (i32x16)exp_parts(x, exponent);
+  return x < lowest ? splat(0.0f) : (f32x16)(p + (exponent << 23));  // a normal number times a power of two
 }
 
 // The scores of one row over whole pages become weights exp(s - max), 0 outside the visible slots, which count from the
@@ -21,13 +20,14 @@ LLMC_INLINE void softmax_range(float* scores, int first, int last, float softcap
   f32x16 top = splat(-kInf);
   for (int at = first / kLanes * kLanes; at < last; at += kLanes) {
     f32x16 s = load<f32x16>(scores + at);
+    const bool partial = at < first || at + kLanes > last;
     if constexpr (Scales::kExist) s *= scales.keys(at / kLanes);
     if (softcap > 0.0f) s = softcap * tanh(s / softcap);
-    if (at < first || at + kLanes > last) {
+    if (partial) {
       i32x16 slot = lane_ids() + at;
       s = ((slot >= first) & (slot < last)) ? s : splat(-kInf);
     }
-    store(scores + at, s);
+    if (Scales::kExist || softcap > 0.0f || partial) store(scores + at, s);
     top = max(s, top);
   }
   float m = hmax(top);

@@ -20,8 +20,8 @@ class CBatch(ctypes.Structure):
 
 ROW_SAMPLING = np.dtype(
     [(n, np.float32) for n in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")]
-    + [(n, np.int32) for n in ("top_k", "num_penalty", "num_bias", "penalty_offset", "bias_offset", "reserved")]
-    + [("seed", np.uint64), ("reserved2", np.uint64)]
+    + [(n, np.int32) for n in ("top_k", "num_penalty", "num_bias", "penalty_offset", "bias_offset", "no_logprob")]
+    + [("seed", np.uint64), ("reserved", np.uint64)]
 )
 
 

@@ -179,6 +179,29 @@ def test_tokens_equal_the_reference(unit, name, vocab):
     assert np.abs(logprobs - want).max() <= 2e-6
 
 
+@pytest.mark.parametrize("vocab", [1, 17, 300, 1000])
+@pytest.mark.parametrize("name", ROWS)
+def test_no_token_depends_on_whether_its_logprob_is_wanted(unit, name, vocab):
+    rng = np.random.default_rng(vocab)
+    logits = np.round(rng.standard_normal((60, vocab)) * 4).astype(np.float32) / 4
+    top = np.finfo(np.float32).max
+    for i, odd in enumerate((np.nan, -np.inf, np.inf, top, -top)):
+        logits[i] = odd
+        logits[5 + i, :: 1 + i] = odd
+        logits[10 + i, vocab // 2] = odd
+    logits[15, : vocab // 2], logits[15, vocab // 2] = top, np.inf  # which are a tie
+    logits[16], logits[16, 0] = -np.inf, np.nan
+    base = dict(ROWS[name])
+    for key in ("penalties", "bias"):
+        if key in base:
+            base[key] = {i: v for i, v in base[key].items() if i < vocab}
+    rows = [base | {"seed": i} for i in range(60)]
+    wanted, _ = sample(unit, logits, rows)
+    got, logprobs = sample(unit, logits, [row | {"no_logprob": 1} for row in rows])
+    assert np.array_equal(got, wanted)
+    assert np.isnan(logprobs).all()
+
+
 def test_greedy_takes_the_lowest_id_of_a_tie(unit):
     logits = np.zeros((3, 1000), np.float32)
     logits[0, [999, 40, 41]] = 1
