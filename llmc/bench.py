@@ -32,7 +32,7 @@ _GREEDY = RowSampling(temperature=0.0)
 _READ_BYTES = 512 << 20
 """Memory that is read to measure the bandwidth; at least four times the last-level cache, if there is as much."""
 _READS = 3
-"""Passes over it, and runs of each arithmetic, in a round. The median of all is the limit, as that of the steps is their time."""
+"""Passes over it, and runs of each arithmetic, in a round. The median of all is the limit, as it is of the steps."""
 _KV_SHARE = 0.8
 """Of the memory that is left, for the KV pool."""
 _FILL = 64

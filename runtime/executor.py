@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from llmc.errors import UserError
 from llmc.runtime.batch import PAGE_SIZE as PAGE_SIZE
 from llmc.runtime.batch import Batch, StepOutput, nothing
 from llmc.runtime.batch_check import check_batch
+from llmc.runtime.numa import pin_caller, pin_pool, place_threads
 from llmc.runtime.phases import Phase, parse_phases
 from llmc.runtime.plan import ABI_VERSION
 from llmc.runtime.sampling_rows import pack_sampling
@@ -118,6 +120,10 @@ class CpuExecutor:
         )  # fmt: skip
         if self._engine is None:
             raise UserError(f"cannot start {config.threads} threads: {os.strerror(error.value)}; lower --threads")
+        self._placement = place_threads(config.threads)
+        self._caller: int | None = None
+        """The thread that runs the steps, once it is pinned."""
+        pin_pool(self._placement)
 
     def step(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> StepOutput:
         """Runs a batch. Raises ValueError for one that is inconsistent: nothing of it reaches the machine code.
@@ -129,6 +135,9 @@ class CpuExecutor:
         check_batch(batch, self)
         meanwhile()
         self._library.llmc_rouse(self._engine)
+        if self._placement and self._caller != threading.get_ident():
+            self._caller = threading.get_ident()
+            pin_caller(self._placement)
         rows = len(batch.rows)
         sampling, flat = pack_sampling(batch.sampling)
         # One block of memory and one address: this runs out of a cold cache, while every core waits for it.
@@ -138,7 +147,7 @@ class CpuExecutor:
         }  # fmt: skip
         parts = {name: a.tobytes() for name, a in inputs.items() if a is not None}
         block = b"".join(parts.values())
-        at = ctypes.cast(block, ctypes.c_void_p).value or 0
+        at = ctypes.cast(ctypes.c_char_p(block), ctypes.c_void_p).value or 0
         pointers: dict[str, int] = {}
         for name, part in parts.items():
             pointers[name] = at

@@ -29,15 +29,17 @@ LLMC_INLINE Range share_of(Par par, int n) {
 }
 LLMC_INLINE Range tokens_of(Par par, int num_tokens) { return share_of(par, num_tokens); }
 
+constexpr int kHelped = 8;  // so many threads at most are helped by one: asking for work takes time, too
+
 // Calls work(range) for pieces of 0 .. n - 1 of at most `size`: those of the thread's own share, in order, and then what
-// the others have not claimed. Once between two barriers.
+// the threads after it have not claimed. Once between two barriers.
 template <class Work>
 LLMC_INLINE void share_pieces(Par par, int n, int size, Work work) {
   if (par.nt == 1) {
     for (int i = 0; i < n; i += size) work(Range{i, i + size < n ? i + size : n});
     return;
   }
-  for (int i = 0; i < par.nt; ++i) {
+  for (int i = 0; i < par.nt && i <= kHelped; ++i) {
     int owner = (par.tid + i) % par.nt;
     Range share = share_of({owner, par.nt, par.pool}, n);
     while (true) {

@@ -10,7 +10,6 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -131,9 +130,6 @@ inline int Par::claim(int owner, int count) const {
 inline void* pool_worker(void* arg) {
   auto* worker = (Pool::Worker*)arg;
   Pool* pool = worker->pool;
-  char name[16];  // as top -H shows it
-  snprintf(name, sizeof(name), "llmc-pool-%d", worker->tid);
-  prctl(PR_SET_NAME, name);
   for (uint32_t seen = 0;; ++seen) {
     pool->start.wait_while(seen, kIdleSpins);
     if (pool->stop) return nullptr;
@@ -166,6 +162,9 @@ inline Pool* pool_create(int nt, int* error) {
       pool_stop(pool, i);
       return nullptr;
     }
+    char name[16];  // as top -H shows it, and runtime/numa.py looks for it
+    snprintf(name, sizeof(name), "llmc-pool-%d", i);
+    pthread_setname_np(pool->workers[i].thread, name);
   }
   return pool;
 }

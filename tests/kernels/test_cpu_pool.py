@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -136,6 +137,13 @@ def test_kernels_on_real_threads_give_the_same_bits(library):
     assert np.isfinite(want).all()
     for threads in (2, 3, 2, 3):
         assert np.array_equal(run_layers(library, threads).view(np.uint32), want.view(np.uint32))
+
+
+def test_threads_have_names(library):
+    pool = library.create(4, ctypes.byref(ctypes.c_int()))
+    names = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    assert {"llmc-pool-1", "llmc-pool-2", "llmc-pool-3"} <= names
+    library.destroy(pool)
 
 
 def test_create_and_destroy_often(library):

@@ -65,8 +65,8 @@ class Server:
         )
 
     async def stream(self, prompt: list[int], new: int, sequence: int, clock: Clock) -> None:
-        """One streamed completion of `new` tokens, greedy. An event with a choice is a token; of those whose text is not
-        whole yet there is none. The usage at the end must say how many were asked for. Raises ConnectionError while
+        """One streamed completion of `new` tokens, greedy. An event with a choice is a token; there is none for a token
+        whose text is not whole yet. The usage at the end must say how many were asked for. Raises ConnectionError while
         nobody listens, RuntimeError for any other answer."""
         body = json.dumps({
             "model": "bench", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True,

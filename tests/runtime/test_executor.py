@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ import torch
 from families import VOCAB
 from tiny_engines import GREEDY, Sequences, compiled, executor, lowered
 
+import llmc.runtime.executor as executor_module
 from llmc.errors import UserError
 from llmc.kernels.dialect import OPS
 from llmc.kernels.interpret import run_graph
@@ -347,3 +351,26 @@ def test_memory_that_is_not_there_names_the_flag(changes: dict[str, int], words:
     config = ExecutorConfig(64, 64, 8, 1)
     with pytest.raises(UserError, match=f"cannot reserve .* GiB .*{words}"):
         CpuExecutor(*compiled("llama"), replace(config, **changes))
+
+
+def test_threads_are_pinned_to_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool's at once, the caller's with its first step."""
+    cpu, allowed = min(os.sched_getaffinity(0)), os.sched_getaffinity(0)
+    monkeypatch.setattr(executor_module, "place_threads", lambda threads: [{cpu}] * threads)
+    seen: list[set[int]] = []
+
+    def run() -> None:
+        engine = executor("llama", "fp32", threads=3, tokens=128)
+        try:
+            names = {task.name: (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+            seen.extend(os.sched_getaffinity(int(task)) for task, name in names.items() if name == "llmc-pool-2")
+            seen.append(os.sched_getaffinity(0))
+            Sequences(engine, [list(PROMPT)], shuffle=1).step({0: len(PROMPT)})
+            seen.append(os.sched_getaffinity(0))
+        finally:
+            engine.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [{cpu}, allowed, {cpu}]
