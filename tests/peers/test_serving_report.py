@@ -1,16 +1,10 @@
-"""The benchmark of the server: what it says of its figures, and a run over a tiny model."""
+"""The benchmark of the server: what it says of its figures. tests/e2e runs it."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import serving
-from families import save_checkpoint, tiny_model
-
-from llmc.build import BuildOptions, build
-from llmc.progress import TerminalProgress
 
 FOUND: dict[str, Any] = {
     "date": "2026-01-02", "threads": 2, "decode": 128, "file_bytes": 140 << 20, "kv_bytes": 256 << 20,
@@ -31,13 +25,3 @@ def test_a_section_compares_server_and_engine_round_by_round() -> None:
     ):  # fmt: skip
         assert part in text, part
     assert "CPU time" not in serving.section({k: v for k, v in FOUND.items() if k != "host_share"}, "tiny")
-
-
-@pytest.mark.slow
-def test_a_run_over_a_tiny_model(tmp_path: Path) -> None:
-    checkpoint, plan = save_checkpoint(tiny_model("llama"), tmp_path / "tiny"), tmp_path / "tiny.plan"
-    build(str(checkpoint), plan, BuildOptions(targets=("native",), evaluate=False), TerminalProgress())
-    found = serving.run(plan, threads=2, starts=1, rounds=2, decode=6)
-    assert len(found["first_token_s"]) == 1 and len(found["tokens_per_s"]["server"]) == 2
-    assert 0 < found["host_share"][0] < 1  # of a model this small nearly all
-    assert "16 streams of 6 tokens" in serving.section(found, "tiny")
