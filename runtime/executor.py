@@ -139,19 +139,7 @@ class CpuExecutor:
             self._caller = threading.get_ident()
             pin_caller(self._placement)
         rows = len(batch.rows)
-        sampling, flat = pack_sampling(batch.sampling)
-        # One block of memory and one address: this runs out of a cold cache, while every core waits for it.
-        inputs = {
-            "sampling": sampling, "tokens": batch.tokens, "positions": batch.positions,
-            "query_start": batch.query_start, "block_tables": batch.block_tables, "rows": batch.rows, **flat,
-        }  # fmt: skip
-        parts = {name: a.tobytes() for name, a in inputs.items() if a is not None}
-        block = b"".join(parts.values())
-        at = ctypes.cast(ctypes.c_char_p(block), ctypes.c_void_p).value or 0
-        pointers: dict[str, int] = {}
-        for name, part in parts.items():
-            pointers[name] = at
-            at += len(part)
+        _block, pointers = _lay_out(batch)  # the block lives until the step has read it
         tokens, logprobs = self._out_tokens[:rows], self._out_logprobs[:rows]
         logits = np.empty((rows, self.vocab_size), np.float32) if batch.want_logits else None
         view = _Batch(
@@ -194,6 +182,24 @@ class CpuExecutor:
         if self._engine is not None:
             self._library.llmc_destroy(self._engine)
             self._engine = None
+
+
+def _lay_out(batch: Batch) -> tuple[bytes, dict[str, int]]:
+    """The arrays of a batch in one block of memory, and their addresses by the names of abi.h: one copy and one address
+    instead of one for each. This runs out of a cold cache, while every core waits for it."""
+    sampling, flat = pack_sampling(batch.sampling)
+    inputs = {
+        "sampling": sampling, "tokens": batch.tokens, "positions": batch.positions,
+        "query_start": batch.query_start, "block_tables": batch.block_tables, "rows": batch.rows, **flat,
+    }  # fmt: skip
+    parts = {name: a.tobytes() for name, a in inputs.items() if a is not None}
+    block = b"".join(parts.values())
+    at = ctypes.cast(ctypes.c_char_p(block), ctypes.c_void_p).value or 0
+    pointers: dict[str, int] = {}
+    for name, part in parts.items():
+        pointers[name] = at
+        at += len(part)
+    return block, pointers
 
 
 def anonymous_memory(size: int, purpose: str) -> npt.NDArray[np.uint8]:

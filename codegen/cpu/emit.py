@@ -127,10 +127,10 @@ LLMC_EXPORT void* llmc_create(const uint8_t* weights, uint8_t* kv, int64_t num_p
   return e;
 }
 
-// One step; the caller has checked the batch. Returns 0, or 1 for a batch larger than the arena.
 // A step comes soon: threads that wake now are there when it begins.
 LLMC_EXPORT void llmc_rouse(void* engine) { ((Engine*)engine)->pool->start.rouse(); }
 
+// One step; the caller has checked the batch. Returns 0, or 1 for a batch larger than the arena.
 LLMC_EXPORT int32_t llmc_step(void* engine, const Batch* batch) {
   Engine* e = (Engine*)engine;
   if (batch->num_tokens > e->max_tokens || batch->num_rows > e->max_rows) return 1;

@@ -58,7 +58,9 @@ struct Attention {
         for (int i = ranges.begin; i < ranges.end; ++i, partial += HKV)
           visit(Item{s, first, last, {i, i + 1}, (pages_of(first, last, i) + 1) * 2, partial});
       } else {
-        for (int t = first + (last - first - 1) / kBlock * kBlock; t >= first; t -= kBlock) {
+        const int blocks = (last - first + kBlock - 1) / kBlock;
+        for (int i = blocks - 1; i >= 0; --i) {
+          int t = first + i * kBlock;
           int end = t + kBlock < last ? t + kBlock : last;
           visit(Item{s, t, end, ranges_of(t, end), (pages_of(t, end, -1) + 1) * (end - t + 1), -1});
         }
@@ -131,9 +133,9 @@ struct Attention {
   }
 };
 
-// q, out [T][HQ * D]; out is not q. Threads claim items in turn. Reads rows of other threads: a barrier
-// stands before and after it. Sequences of one token that are few and long are shared by threads through `scratch`,
-// with a barrier of its own.
+// q, out [T][HQ * D]; out is not q. Threads claim items in turn. Reads rows of other threads: a barrier stands before and
+// after it. Sequences of one token that are few and long are shared by threads through `scratch`, with a barrier of its
+// own.
 template <int HQ, int HKV, int D, Kv KV>
 inline void attention(Par par, const Batch& batch, Mat q, const uint8_t* layer_base, AttentionParams p, Mat out,
                       AttentionScratch scratch = {nullptr, 0}) {

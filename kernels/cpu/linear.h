@@ -3,8 +3,8 @@
 //   y[t, n] = act(sum_k x[t, k] * w[n, k] + bias[n]) + residual[t, n]
 //   gated:    act(x . gate[n] + bias[n]) * (x . up[n] + bias[N + n]) + residual[t, n]
 //
-// By column: a thread does whole tiles of 16 output columns for all rows, claimed in pieces. bias and residual.p may be null; out may be
-// the residual, but not the input.
+// By column: a thread does whole tiles of 16 output columns for all rows, claimed in pieces. bias and residual.p may be
+// null; out may be the residual, but not the input.
 //
 // Rows pass a tile in passes of up to row_tile(FMT). With few rows two tiles stay in the cache while all of them pass,
 // and the next ones are fetched meanwhile, so that each weight is read from memory once and in time; two, as one
