@@ -67,7 +67,7 @@ class Server:
     async def stream(self, prompt: list[int], new: int, sequence: int, clock: Clock) -> None:
         """One streamed completion of `new` tokens, greedy. An event with a choice is a token; there is none for a token
         whose text is not whole yet. The usage at the end must say how many were asked for. Raises ConnectionError while
-        nobody listens, RuntimeError for any other answer."""
+        nobody listens, UserError for a model whose tokens have no text, RuntimeError for any other answer."""
         body = json.dumps({
             "model": "bench", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True,
             "stream_options": {"include_usage": True},
@@ -91,6 +91,8 @@ class Server:
         given = json.loads(usage[len("data: ") :] or "{}").get("usage", {}).get("completion_tokens")
         if given != new:
             raise RuntimeError(f"the server says that it gave {given} tokens, asked for {new}")
+        if events < new // 2:
+            raise UserError("most tokens of this model have no text; without it no client sees when they come")
         clock.add(sequence, [0] * (new - events))
 
     async def first_token(self, started: float) -> float:
