@@ -21,5 +21,6 @@ def test_the_benchmark_of_the_server(int8_plan: Path) -> None:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "## Serving real" in done.stdout and "16 streams of 6 tokens" in done.stdout
-    found = re.search(r"HTTP\): ([0-9.]+)% of the server's CPU time", done.stdout)
-    assert found and 0 < float(found[1]) < 100
+    found = re.search(r"HTTP\): (-?[0-9.]+)% of the server's CPU time", done.stdout)
+    # A difference of two CPU times, about nothing in a run this short; nearly all if the pool's thread were not found.
+    assert found and -20 < float(found[1]) < 50

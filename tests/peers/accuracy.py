@@ -22,12 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # llmc, from a che
 
 import numpy as np
 from cpu_models import FORMATS, REPOSITORY, Models, Peers
-from cpu_report import write
+from cpu_report import publish
 from gpu_engines import Skipped
 
 from llmc.errors import UserError
 
-DOCS = REPOSITORY / "docs" / "benchmarks.md"
 TEXT = REPOSITORY / "llmc" / "data" / "eval.txt"
 WINDOWS, LENGTH = 8, 256
 Logits = np.ndarray[Any, np.dtype[np.float32]]
@@ -128,15 +127,10 @@ def main(arguments: list[str] | None = None) -> int:
     peers = Peers(transformers=os.environ.get("PEER_TRANSFORMERS_PYTHON", sys.executable), **python)
     name = given.shape or given.checkpoint.absolute().name
     models = Models(name, given.checkpoint and given.checkpoint.absolute(), given.work.absolute(), peers)
-    try:
-        text = section(run(models, peers, given.format or list(FORMATS)), name)
-        if not given.no_docs:
-            write(DOCS, f"accuracy {name}", text)
-    except (UserError, Skipped) as error:
-        print(f"accuracy.py: error: {error}", file=sys.stderr)
-        return 2
-    print(text)
-    return 0
+    formats = given.format or list(FORMATS)
+    return publish(
+        "accuracy.py", f"accuracy {name}", lambda: section(run(models, peers, formats), name), not given.no_docs
+    )
 
 
 if __name__ == "__main__":

@@ -16,27 +16,18 @@ Logits = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def llmc(model: str, windows: Windows) -> list[Logits]:
-    """The plan's machine code, all positions of a window in one step."""
+    """The plan's machine code, as the accuracy report of `llmc build` runs it."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # llmc, from a checkout that is not installed
-    from llmc.runtime.batch import PAGE_SIZE, Batch, RowSampling
-    from llmc.runtime.executor import CpuExecutor, ExecutorConfig
+    from llmc.accuracy import ROWS, engine_logits
+    from llmc.runtime.executor import PAGE_SIZE, CpuExecutor, ExecutorConfig
     from llmc.runtime.plan import Plan
     from llmc.runtime.targets import choose_target
 
-    plan, length = Plan.open(Path(model)), len(windows[0])
+    plan, pages = Plan.open(Path(model)), -(-len(windows[0]) // PAGE_SIZE)
     target = choose_target(list(plan.manifest["targets"]))
-    pages = -(-length // PAGE_SIZE)
-    config = ExecutorConfig(max_num_tokens=length, max_num_rows=length, num_pages=pages, threads=1)
+    config = ExecutorConfig(max_num_tokens=ROWS, max_num_rows=ROWS, num_pages=pages, threads=1)
     executor = CpuExecutor(plan.segment(f"code/{target.name}"), plan.segment("weights"), config)
-    positions, table = np.arange(length, dtype=np.int32), np.arange(pages, dtype=np.int32).reshape(1, -1)
-    found = []
-    for window in windows:
-        starts = np.array([0, length], np.int32)
-        sampling = (RowSampling(temperature=0.0, want_logprob=False),) * length
-        batch = Batch(np.array(window, np.int32), positions, starts, table, positions, sampling, want_logits=True)
-        logits = executor.step(batch).logits
-        assert logits is not None
-        found.append(logits)
+    found = [np.concatenate(list(engine_logits(executor, np.array(window, np.int32)))) for window in windows]
     executor.close()
     return found
 

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # llmc, from a che
 
 from cpu_checkpoints import SHAPES
 from cpu_engines import Limits, LlamaCpp, Measured, Worker
-from cpu_models import FORMATS, MAX_LENGTH, REPOSITORY, Command, Models, Peers, llama_cpp_version
-from cpu_report import section, this_machine, write
+from cpu_models import FORMATS, MAX_LENGTH, Command, Models, Peers, llama_cpp_version
+from cpu_report import DOCS, section, this_machine, write
 from cpu_rounds import figures, measure, step_bytes, workloads
 from gpu_engines import Skipped
 
@@ -37,7 +37,6 @@ from llmc.runtime.plan import Plan
 from llmc.runtime.threads import default_threads
 
 OURS = "llmc"
-DOCS = REPOSITORY / "docs" / "benchmarks.md"
 BANDWIDTH_MIB, BANDWIDTH_PASSES = 512, 8
 
 

@@ -6,15 +6,19 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from gpu_engines import Skipped
 
 from llmc.errors import UserError
 from llmc.files import replace_file
 from llmc.machine import cpu_model
 from llmc.runtime.targets import host_features
 
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
 
 
@@ -103,3 +107,17 @@ def put(document: str, name: str, text: str) -> str:
 def write(path: Path, name: str, text: str) -> None:
     """Replaces the section of `name` in the file."""
     replace_file(path, put(path.read_text() if path.exists() else "", name, text).encode())
+
+
+def publish(script: str, name: str, make: Callable[[], str], docs: bool) -> int:
+    """Prints the section that `make` returns and, with docs, puts it into DOCS. Returns the script's exit code: 2 where
+    the user can mend what is wrong."""
+    try:
+        text = make()
+        if docs:
+            write(DOCS, name, text)
+    except (UserError, Skipped) as error:
+        print(f"{script}: error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0

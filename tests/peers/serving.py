@@ -30,16 +30,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # llmc, from a che
 
 import numpy as np
 from cpu_engines import Limits, Worker, decode_seconds
-from cpu_report import machine_line, this_machine, write
+from cpu_report import machine_line, publish, this_machine
 from cpu_worker import Clock
-from gpu_engines import Prompts, Skipped
+from gpu_engines import Prompts
 from gpu_rounds import Workload
 
 from llmc.errors import UserError
 from llmc.runtime.plan import Plan, manifest_fields
 from llmc.runtime.threads import default_threads
 
-DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 SEQUENCES, CONTEXT = 16, 64
 KV_BYTES = 256 << 20
 START_S = 60
@@ -240,18 +239,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--decode", type=int, default=128, help="tokens of each stream after the first")
     parser.add_argument("--no-docs", action="store_true", help="leave docs/benchmarks.md as it is")
     given = parser.parse_args(arguments)
-    if min(given.threads, given.starts, given.rounds, given.decode) < 1:
+    numbers = given.threads, given.starts, given.rounds, given.decode
+    if min(numbers) < 1:
         parser.error("numbers must be at least 1")
     name = given.name or given.plan.stem
-    try:
-        text = section(run(given.plan.absolute(), given.threads, given.starts, given.rounds, given.decode), name)
-        if not given.no_docs:
-            write(DOCS, f"serving {name}", text)
-    except (UserError, Skipped) as error:
-        print(f"serving.py: error: {error}", file=sys.stderr)
-        return 2
-    print(text)
-    return 0
+    return publish(
+        "serving.py", f"serving {name}", lambda: section(run(given.plan.absolute(), *numbers), name), not given.no_docs
+    )
 
 
 if __name__ == "__main__":
