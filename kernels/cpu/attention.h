@@ -31,105 +31,140 @@ struct Attention {
   AttentionScratch scratch;
 
   struct Item {
-    int sequence, begin, end;  // tokens
-    Range ranges;              // those it attends to
-    int64_t cost, partial;     // partial: index of its first result in the scratch memory, -1: it is whole
+    int sequence, head, begin, end;  // tokens
+    Range ranges;                    // those it attends to
+    int64_t partial;                 // index of its result in the scratch memory, -1: it is whole
   };
 
   LLMC_INLINE Range ranges_of(int begin, int end) const {
     return {first_visible(batch.positions[begin], p.window) / kRange, batch.positions[end - 1] / kRange + 1};
   }
-  LLMC_INLINE int64_t pages_of(int begin, int end, int range) const {
-    Range pages{first_visible(batch.positions[begin], p.window) / kPageSize,
-                batch.positions[end - 1] / kPageSize + 1};
-    if (range >= 0) pages = overlap(pages, {range * kRangePages, (range + 1) * kRangePages});
-    return pages.end - pages.begin;
-  }
+  LLMC_INLINE bool one_token(int s) const { return batch.query_start[s + 1] - batch.query_start[s] == 1; }
 
-  // Items by sequence, token and range; each stands for all heads. Threads claim them in this order: of a prompt the
-  // longest come first.
-  template <class Visit>
-  LLMC_INLINE void each_item(bool share, Visit visit) const {
+  // The items in the order in which threads claim them: by sequence, then blocks, of a prompt the longest first, or
+  // ranges, then heads.
+  struct Items {
+    const Attention& work;
+    bool share;
+    int sequence = 0, first = 0;  // the sequence's first item
     int64_t partial = 0;
-    for (int s = 0; s < batch.num_seqs; ++s) {
-      int first = batch.query_start[s], last = batch.query_start[s + 1];
-      if (share && last - first == 1) {
-        Range ranges = ranges_of(first, last);
-        for (int i = ranges.begin; i < ranges.end; ++i, partial += HKV)
-          visit(Item{s, first, last, {i, i + 1}, (pages_of(first, last, i) + 1) * 2, partial});
-      } else {
-        const int blocks = (last - first + kBlock - 1) / kBlock;
-        for (int i = blocks - 1; i >= 0; --i) {
-          int t = first + i * kBlock;
-          int end = t + kBlock < last ? t + kBlock : last;
-          visit(Item{s, t, end, ranges_of(t, end), (pages_of(t, end, -1) + 1) * (end - t + 1), -1});
-        }
-      }
+
+    int blocks() const {
+      int first_token = work.batch.query_start[sequence], last = work.batch.query_start[sequence + 1];
+      if (!share || last - first_token != 1) return (last - first_token + kBlock - 1) / kBlock;
+      Range ranges = work.ranges_of(first_token, last);
+      return ranges.end - ranges.begin;
     }
-  }
+
+    // Item `index`, which only grows from call to call. False: there is none.
+    bool find(int index, Item& item) {
+      for (; sequence < work.batch.num_seqs; ++sequence) {
+        int count = blocks() * HKV;
+        bool shared = share && work.one_token(sequence);
+        if (index < first + count) {
+          item = at((index - first) / HKV, (index - first) % HKV, shared);
+          return true;
+        }
+        first += count;
+        if (shared) partial += count;
+      }
+      return false;
+    }
+
+    Item at(int block, int head, bool shared) const {
+      int first_token = work.batch.query_start[sequence], last = work.batch.query_start[sequence + 1];
+      if (shared) {
+        int range = work.ranges_of(first_token, last).begin + block;
+        return {sequence, head, first_token, last, {range, range + 1}, partial + block * HKV + head};
+      }
+      int begin = first_token + (blocks() - 1 - block) * kBlock, end = begin + kBlock < last ? begin + kBlock : last;
+      return {sequence, head, begin, end, work.ranges_of(begin, end), -1};
+    }
+  };
 
   // Whether sequences of one token are divided into ranges: when one of them would keep a thread busy for more than an
   // eighth of its time, and the memory is there. Every thread finds the same.
   bool shares_rows(int threads) const {
     int64_t total = 0, largest = 0, partials = 0;
-    each_item(false, [&](const Item& i) {
-      total += i.cost * HKV;
-      if (batch.query_start[i.sequence + 1] - batch.query_start[i.sequence] != 1) return;
-      partials += (i.ranges.end - i.ranges.begin) * HKV;
-      if (i.ranges.end - i.ranges.begin > 1 && i.cost > largest) largest = i.cost;
-    });
+    for (int s = 0; s < batch.num_seqs; ++s) {
+      const int first = batch.query_start[s], last = batch.query_start[s + 1];
+      for (int t = first; t < last; t += kBlock) {
+        const int end = t + kBlock < last ? t + kBlock : last;
+        const int first_page = first_visible(batch.positions[t], p.window) / kPageSize;
+        const int64_t cost = int64_t(batch.positions[end - 1] / kPageSize - first_page + 2) * (end - t + 1);
+        total += cost * HKV;
+        if (!one_token(s)) continue;
+        const Range ranges = ranges_of(t, end);
+        partials += (ranges.end - ranges.begin) * HKV;
+        if (ranges.end - ranges.begin > 1 && cost > largest) largest = cost;
+      }
+    }
     return threads > 1 && largest * threads * 8 > total && partials * (int64_t)sizeof(Partial) <= scratch.bytes;
   }
 
-  void start(Block& block, const Item& item, int head) const {
-    const int32_t* pages = batch.block_tables + (int64_t)item.sequence * batch.block_table_stride;
-    block.start({layer_base, pages, head}, batch, item.begin, item.end, q, p);
+  typename Block::Sequence kv_of(const Item& item) const {
+    return {layer_base, batch.block_tables + (int64_t)item.sequence * batch.block_table_stride, item.head};
+  }
+  typename Block::Keys first_keys(const Item& item) const {
+    Range pages{first_visible(batch.positions[item.begin], p.window) / kPageSize,
+                batch.positions[item.end - 1] / kPageSize + 1};
+    return {kv_of(item), overlap(pages, {item.ranges.begin * kRangePages, item.ranges.end * kRangePages})};
   }
 
-  // Items in turn, each claimed by one thread.
+  // Items in turn, each claimed by one thread. Short ones are claimed one ahead: what a thread reads next is fetched
+  // into its cache meanwhile.
   void attend(Par par, bool share) const {
-    int next = par.nt > 1 ? par.claim(0, 1) : 0, index = 0;
-    each_item(share, [&](const Item& item) {
-      for (int head = 0; head < HKV; ++head, ++index) {
-        if (index != next) continue;
-        Block block;
-        start(block, item, head);
-        for (int i = item.ranges.begin; i < item.ranges.end; ++i) {
-          block.attend_range(i, p);
-          if (item.partial < 0) block.merge(i, block.range);
-        }
-        if (item.partial < 0)
-          block.finish(out);
-        else
-          leave(block.range, item.partial + head);
-        next = par.nt > 1 ? par.claim(0, 1) : next + 1;
-      }
-    });
+    Items items{*this, share};
+    int index = 0;
+    auto claim = [&](Item& item) { return items.find(par.nt > 1 ? par.claim(0, 1) : index++, item); };
+    Item item, next;
+    for (bool more = claim(item); more; item = next) {
+      const bool ahead = item.end - item.begin == 1;
+      if (ahead) more = claim(next);
+      attend_item(item, ahead && more ? next : item);
+      if (!ahead) more = claim(next);
+    }
   }
 
-  void leave(const typename Block::Sums& range, int64_t at) const {
-    Partial& partial = ((Partial*)scratch.p)[at];
-    for (int r = 0; r < HQ / HKV; ++r) {
-      partial.max[r] = range.max[r], partial.sum[r] = range.sum[r];
-      __builtin_memcpy(partial.acc[r], range.acc[r], sizeof(partial.acc[r]));
+  void attend_item(const Item& item, const Item& next) const {
+    Block block;
+    block.start(kv_of(item), batch, item.begin, item.end, q, p);
+    for (int i = item.ranges.begin; i < item.ranges.end; ++i) {
+      const typename Block::Keys after = i + 1 < item.ranges.end ? block.keys_of(i + 1) : first_keys(next);
+      block.attend_range(i, p, after, [&](int r, int rows, const typename Block::TileSums& sums) {
+        if (item.partial < 0)
+          block.merge(i, r, rows, sums);
+        else
+          leave(sums, r, rows, item.partial);
+      });
     }
+    if (item.partial < 0) block.finish(out);
+  }
+
+  void leave(const typename Block::TileSums& sums, int r, int rows, int64_t at) const {
+    Partial& partial = ((Partial*)scratch.p)[at];
+    __builtin_memcpy(partial.max + r, sums.max, sizeof(float) * rows);
+    __builtin_memcpy(partial.sum + r, sums.sum, sizeof(float) * rows);
+    __builtin_memcpy(partial.acc[r], sums.acc, sizeof(sums.acc[0]) * rows);
   }
 
   // Shared rows, after a barrier: their ranges in order, each row in one thread.
   void merge(Par par) const {
-    int64_t row = 0;
-    each_item(true, [&](const Item& item) {
-      if (item.partial < 0 || item.ranges.begin != ranges_of(item.begin, item.end).begin) return;
+    const Partial* partials = (const Partial*)scratch.p;
+    for (int s = 0, row = 0; s < batch.num_seqs; ++s) {
+      if (!one_token(s)) continue;
+      const int t = batch.query_start[s];
+      const Range ranges = ranges_of(t, t + 1);
       for (int head = 0; head < HKV; ++head, ++row) {
         if (row % par.nt != par.tid) continue;
         Block block;
-        start(block, item, head);
-        const Partial* partials = (const Partial*)scratch.p + item.partial + head;
-        Range ranges = block.ranges();
-        for (int i = ranges.begin; i < ranges.end; ++i) block.merge(i, partials[(i - ranges.begin) * HKV]);
+        block.start(kv_of({s, head, t, t + 1, ranges, -1}), batch, t, t + 1, q, p);
+        for (int i = ranges.begin; i < ranges.end; ++i)
+          block.merge(i, 0, HQ / HKV, partials[(i - ranges.begin) * HKV + head]);
         block.finish(out);
       }
-    });
+      partials += (ranges.end - ranges.begin) * HKV;
+    }
   }
 };
 

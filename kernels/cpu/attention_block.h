@@ -1,7 +1,7 @@
 // Attention of one block of rows: consecutive tokens of one sequence with all query heads of one key/value head.
 //
-// The rows pass over the pages together, range by range: scores, softmax, weighted values. What many rows read is
-// converted to float32 once per group of pages.
+// Range by range, each tile of rows takes scores, softmax and weighted values of the pages that it sees. Its weights stay
+// in the first-level cache, the pages of the range in the second.
 #pragma once
 #include "attention_tile.h"
 #include "softmax.h"
@@ -41,7 +41,7 @@ struct KvSequence {
   LLMC_INLINE KvHead<D, KV> page(int i) const { return kv_head<HKV, D, KV>(layer_base, pages[i], head); }
 };
 
-// The scales of an int8 range, by page.
+// The scales of an int8 range, by page from the first that is seen of it.
 template <class Sequence>
 struct RangeScales {
   static constexpr bool kExist = true;
@@ -60,183 +60,110 @@ struct AttentionBlock {
   static constexpr int kGroup = HQ / HKV, kRows = attention_block<HQ, HKV, D>() * kGroup;
   static constexpr int kPadded = round_up(D, kLanes);
   static constexpr int kLd = kRange + kLanes;  // rows do not fall on the same lines of the cache
-  static constexpr int kDirectRows = 2 * kTileRows;  // up to so many rows read the pages as they are
-  using Sums = RunningSoftmax<kRows, D>;
   using E = KvElement<KV>;
+  using Sequence = KvSequence<HKV, D, KV>;
+  using TileSums = RunningSoftmax<kTileRows, D>;
 
-  KvSequence<HKV, D, KV> kv;
+  struct Keys {
+    Sequence kv;
+    Range pages;
+  };
+
+  Sequence kv;
   int first_token, num_rows;
   Range visible[kRows];  // positions
-  Sums range, total;
+  RunningSoftmax<kRows, D> total;
   alignas(64) float q[kRows][kPadded];  // scaled
-  alignas(64) float weights[kRows][kLd];
-  alignas(64) float converted[kGroupPages * kPageSize * kPadded];
 
-  void start(const KvSequence<HKV, D, KV>& pages, const Batch& batch, int begin, int end, Mat queries,
-             const AttentionParams& p) {
+  void start(const Sequence& pages, const Batch& batch, int begin, int end, Mat queries, const AttentionParams& p) {
     kv = pages, first_token = begin, num_rows = (end - begin) * kGroup;
+    const float scale = p.softcap > 0.0f ? p.scale : p.scale * kLog2E;  // as softmax_range() takes scores
     for (int r = 0; r < num_rows; ++r) {
       int t = begin + r / kGroup, h = kv.head * kGroup + r % kGroup;
       visible[r] = {first_visible(batch.positions[t], p.window), batch.positions[t] + 1};
       const float* from = queries.row(t) + h * D;
-      for (int d = 0; d < D; d += kLanes) store(q[r] + d, load_n(from + d, D - d < kLanes ? D - d : kLanes) * p.scale);
-      total.max[r] = p.sinks != nullptr ? p.sinks[h] : -kInf;
+      for (int d = 0; d < D; d += kLanes) store(q[r] + d, load_n(from + d, D - d < kLanes ? D - d : kLanes) * scale);
+      total.max[r] = p.sinks != nullptr ? p.sinks[h] * kLog2E : -kInf;
       total.sum[r] = p.sinks != nullptr ? 1.0f : 0.0f;
       __builtin_memset(total.acc[r], 0, sizeof(total.acc[r]));
     }
   }
 
-  // Positions of range i that row r sees, from the range's start; begin >= end: none.
-  LLMC_INLINE Range seen(int r, int i) const {
-    return overlap({visible[r].begin - i * kRange, visible[r].end - i * kRange}, {0, kRange});
+  // Pages of range i that some row sees.
+  LLMC_INLINE Range pages_of(int i) const {
+    Range all{visible[0].begin / kPageSize, (visible[num_rows - 1].end + kPageSize - 1) / kPageSize};
+    return overlap(all, {i * kRangePages, (i + 1) * kRangePages});
+  }
+  LLMC_INLINE Keys keys_of(int i) const { return {kv, pages_of(i)}; }
+
+  // Positions that row r sees of `pages`, from the start of these; begin >= end: none.
+  LLMC_INLINE Range seen(int r, Range pages) const {
+    int start = pages.begin * kPageSize;
+    return overlap({visible[r].begin - start, visible[r].end - start}, {0, pages.end * kPageSize - start});
   }
 
-  // A group of pages as they are: keys or values of `pages`, with those of `ahead` behind them.
-  template <bool KEYS>
-  void locate(Range pages, const E** to) const {
-    for (int i = 0; i < kGroupPages; ++i) {
-      KvHead<D, KV> page = kv.page(pages.begin + i < pages.end ? pages.begin + i : pages.end - 1);
-      to[i] = KEYS ? page.keys() : page.values();
+  // The softmax of range i by itself, tile by tile: visit(r, rows, sums) is given the rows from r on. `after`: what is
+  // read next.
+  template <class Visit>
+  void attend_range(int i, const AttentionParams& p, const Keys& after, Visit visit) const {
+    Range pages = pages_of(i);
+    int count = pages.end - pages.begin;
+    const E* read[2 * kRangePages + kAheadPages];  // keys, values, the next keys
+    for (int j = 0; j < count; ++j) {
+      KvHead<D, KV> head = kv.page(pages.begin + j);
+      read[j] = head.keys(), read[count + j] = head.values();
     }
-  }
-
-  // The same converted to float32.
-  template <bool KEYS>
-  void convert(Range pages, PageGroup<float>& group) {
-    for (int i = 0; i < pages.end - pages.begin; ++i) {
-      const E* from = KEYS ? kv.page(pages.begin + i).keys() : kv.page(pages.begin + i).values();
-      float* page = converted + i * kPageSize * kPadded;
-      group.pages[i] = group.ahead[i] = page;
-      if constexpr (KEYS) {
-        for (int d = 0; d < D; ++d) store(page + d * kPageSize, kv_load_n(from + d * kPageSize, kPageSize));
-      } else {
-        for (int j = 0; j < kPageSize; ++j)
-          for (int d = 0; d < D; d += kLanes)
-            store(page + j * kPadded + d, kv_load_n(from + j * D + d, D - d < kLanes ? D - d : kLanes));
-      }
-    }
-  }
-
-  // Scores of all rows with a group of `count` pages, `at` pages from the start of range i.
-  template <bool DIRECT, class P>
-  void score_group(int i, int at, int count, const PageGroup<P>& keys) {
+    for (int j = 0, page = after.pages.begin; j < kAheadPages; ++j, page += page + 1 < after.pages.end)
+      read[2 * count + j] = after.kv.page(page).keys();
     for (int r = 0, rows; r < num_rows; r += rows) {
       rows = tile_rows(num_rows - r);
-      Range pages{seen(r, i).begin / kPageSize - at, (seen(r + rows - 1, i).end + kPageSize - 1) / kPageSize - at};
-      pages = overlap(pages, {0, count});
-      by_rows<kTileRows>(rows, [&](auto tile) {
-        score_pages<DIRECT, tile.rows, D, kPadded, kLd>(q[r], keys, pages, weights[r] + at * kPageSize);
-      });
+      TileSums sums;
+      by_rows<kTileRows>(rows, [&](auto tile) { attend_tile<tile.rows>(r, pages, read, p, sums); });
+      visit(r, rows, sums);
     }
   }
 
-  // Weighted values of all rows over a group. Each row takes exactly the positions that it sees: there may be anything
-  // in the others.
-  template <bool DIRECT, class P>
-  void weigh_group(int i, int at, int count, const PageGroup<P>& values) {
-    constexpr int LD = DIRECT ? D : kPadded;
-    auto seen_here = [&](int r) {
-      Range s = seen(r, i);
-      return overlap({s.begin - at * kPageSize, s.end - at * kPageSize}, {0, count * kPageSize});
-    };
-    auto alone = [&](int r, int begin, int end) {
-      if (begin < end)
-        weigh_values<DIRECT, 1, D, LD, kLd, kPadded>(weights[r] + at * kPageSize, values, {begin, end}, range.acc[r]);
-    };
-    for (int r = 0, rows; r < num_rows; r += rows) {
-      rows = tile_rows(num_rows - r);
-      Range common{0, count * kPageSize};
-      for (int k = r; k < r + rows; ++k) common = overlap(common, seen_here(k));
-      bool shared = common.begin < common.end;
-      for (int k = r; k < r + rows; ++k) alone(k, seen_here(k).begin, shared ? common.begin : seen_here(k).end);
-      if (!shared) continue;
-      by_rows<kTileRows>(rows, [&](auto tile) {
-        weigh_values<DIRECT, tile.rows, D, LD, kLd, kPadded>(weights[r] + at * kPageSize, values, common,
-                                                             range.acc[r]);
-      });
-      for (int k = r; k < r + rows; ++k) alone(k, common.end, seen_here(k).end);
-    }
-  }
-
-  // Pages that some row sees.
-  LLMC_INLINE Range all_pages() const {
-    return {visible[0].begin / kPageSize, (visible[num_rows - 1].end + kPageSize - 1) / kPageSize};
-  }
-
-  // What is read after the values of a range's last group: the keys of the next range, or of the next head.
-  void locate_next(int page, const E** to) const {
-    Range pages = all_pages();
-    if (page < pages.end) return locate<true>({page, pages.end}, to);
-    KvSequence<HKV, D, KV> next{kv.layer_base, kv.pages, kv.head + 1 < HKV ? kv.head + 1 : kv.head};
-    for (int i = 0; i < kGroupPages; ++i)
-      to[i] = next.page(pages.begin + i < pages.end ? pages.begin + i : pages.end - 1).keys();
-  }
-
-  // Many rows, one visit: pages are converted first. Few: they are read as they are.
-  LLMC_INLINE bool direct() const { return KV == Kv::f32 || num_rows <= kDirectRows; }
-
-  void score_pages_of(int i, Range pages) {
-    for (int at = pages.begin; at < pages.end; at += kGroupPages) {
-      Range group = overlap({at, at + kGroupPages}, pages);
-      int from = at - i * kRangePages, count = group.end - at;
-      if (direct()) {
-        PageGroup<E> keys;
-        locate<true>(group, keys.pages);
-        if (group.end < pages.end)
-          locate<true>({group.end, pages.end}, keys.ahead);
-        else
-          locate<false>(pages, keys.ahead);
-        score_group<true>(i, from, count, keys);
-      } else if constexpr (KV != Kv::f32) {
-        PageGroup<float> keys;
-        convert<true>(group, keys);
-        score_group<false>(i, from, count, keys);
-      }
-    }
-  }
-
-  void weigh_pages_of(int i, Range pages) {
-    for (int at = pages.begin; at < pages.end; at += kGroupPages) {
-      Range group = overlap({at, at + kGroupPages}, pages);
-      int from = at - i * kRangePages, count = group.end - at;
-      if (direct()) {
-        PageGroup<E> values;
-        locate<false>(group, values.pages);
-        if (group.end < pages.end)
-          locate<false>({group.end, pages.end}, values.ahead);
-        else
-          locate_next(pages.end, values.ahead);
-        weigh_group<true>(i, from, count, values);
-      } else if constexpr (KV != Kv::f32) {
-        PageGroup<float> values;
-        convert<false>(group, values);
-        weigh_group<false>(i, from, count, values);
-      }
-    }
-  }
-
-  // The softmax of range i by itself, into `range`.
-  void attend_range(int i, const AttentionParams& p) {
-    Range pages = overlap(all_pages(), {i * kRangePages, (i + 1) * kRangePages});
-    score_pages_of(i, pages);
-    for (int r = 0; r < num_rows; ++r) {
-      Range s = seen(r, i);
-      range.max[r] = -kInf, range.sum[r] = 0.0f;
-      __builtin_memset(range.acc[r], 0, sizeof(range.acc[r]));
-      if (s.begin >= s.end) continue;
-      if constexpr (KV == Kv::int8) {
-        RangeScales<KvSequence<HKV, D, KV>> scales{kv, i * kRangePages};
-        softmax_range(weights[r], s.begin, s.end, p.softcap, scales, &range.max[r], &range.sum[r]);
-      } else {
-        softmax_range(weights[r], s.begin, s.end, p.softcap, NoScales{}, &range.max[r], &range.sum[r]);
-      }
-    }
-    weigh_pages_of(i, pages);
-  }
-
+  // Rows r .. r + ROWS - 1 over the pages of a range. Each row takes exactly the positions that it sees: there may be
+  // anything in the others.
   template <int ROWS>
-  void merge(int i, const RunningSoftmax<ROWS, D>& of_range) {
-    merge_softmax(total, of_range, num_rows, [&](int r) { return seen(r, i).begin < seen(r, i).end; });
+  LLMC_INLINE void attend_tile(int r, Range pages, PageList<E> read, const AttentionParams& p, TileSums& sums) const {
+    alignas(64) float weights[ROWS][kLd];
+    Range each[ROWS], common{0, kRange};
+    for (int k = 0; k < ROWS; ++k) each[k] = seen(r + k, pages), common = overlap(common, each[k]);
+    Range scored{each[0].begin / kPageSize, (each[ROWS - 1].end + kPageSize - 1) / kPageSize};
+    score_pages<ROWS, D, kPadded, kLd>(q[r], read, scored, weights[0]);
+    for (int k = 0; k < ROWS; ++k) {
+      sums.max[k] = -kInf, sums.sum[k] = 0.0f;
+      __builtin_memset(sums.acc[k], 0, sizeof(sums.acc[k]));
+      if (each[k].begin < each[k].end) weigh_scores(weights[k], each[k], pages.begin, p, &sums.max[k], &sums.sum[k]);
+    }
+    PageList<E> values = read + (pages.end - pages.begin);
+    auto alone = [&](int k, int begin, int end) {
+      if (begin < end) weigh_values<1, D, kLd, kPadded>(weights[k], values, {begin, end}, sums.acc[k]);
+    };
+    bool shared = common.begin < common.end;
+    for (int k = 0; k < ROWS; ++k) alone(k, each[k].begin, shared ? common.begin : each[k].end);
+    if (!shared) return;
+    weigh_values<ROWS, D, kLd, kPadded>(weights[0], values, common, sums.acc[0]);
+    for (int k = 0; k < ROWS; ++k) alone(k, common.end, each[k].end);
+  }
+
+  LLMC_INLINE void weigh_scores(float* scores, Range seen, int first_page, const AttentionParams& p, float* max,
+                                float* sum) const {
+    if constexpr (KV == Kv::int8)
+      softmax_range(scores, seen.begin, seen.end, p.softcap, RangeScales<Sequence>{kv, first_page}, max, sum);
+    else
+      softmax_range(scores, seen.begin, seen.end, p.softcap, NoScales{}, max, sum);
+  }
+
+  // Adds what the rows from r on took from range i.
+  template <int ROWS>
+  void merge(int i, int r, int rows, const RunningSoftmax<ROWS, D>& sums) {
+    Range pages = pages_of(i);
+    merge_softmax(total, r, sums, rows, [&](int k) {
+      Range s = seen(r + k, pages);
+      return s.begin < s.end;
+    });
   }
 
   LLMC_INLINE Range ranges() const {
@@ -247,7 +174,7 @@ struct AttentionBlock {
     for (int r = 0; r < num_rows; ++r) {
       float* to = out.row(first_token + r / kGroup) + (kv.head * kGroup + r % kGroup) * D;
       for (int d = 0; d < D; d += kLanes)
-        store_n(to + d, load<f32x16>(&total.acc[r][d]) / total.sum[r], D - d < kLanes ? D - d : kLanes);
+        store_n(to + d, in_order<E>(load<f32x16>(&total.acc[r][d])) / total.sum[r], D - d < kLanes ? D - d : kLanes);
     }
   }
 

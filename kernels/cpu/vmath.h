@@ -7,12 +7,15 @@
 
 namespace llmc {
 
-// exp(x) as a number near 1 times 2^exponent; |x| < 1e5.
-LLMC_INLINE f32x16 exp_parts(f32x16 x, i32x16& exponent) {
+constexpr float kLog2E = 1.44269504f;
+
+// Underflows to exactly 0 (also for -inf), overflows to inf; a NaN stays a NaN.
+LLMC_INLINE f32x16 exp(f32x16 x) {
   const float shift = 0x1.8p23f;  // adding it rounds to an integer, which then stands in the low mantissa bits
-  f32x16 shifted = fma(x, splat(1.44269504f), splat(shift));
+  x = min(max(x, splat(-105.0f)), splat(89.0f));
+  f32x16 shifted = fma(x, splat(kLog2E), splat(shift));
   f32x16 n = shifted - shift;
-  exponent = (i32x16)shifted - (i32x16)splat(shift);
+  i32x16 exponent = (i32x16)shifted - (i32x16)splat(shift);
   f32x16 r = fma(n, splat(-0.693359375f), x);
   r = fma(n, splat(2.12194440e-4f), r);
   f32x16 p = splat(1.381446491e-3f);
@@ -20,17 +23,26 @@ LLMC_INLINE f32x16 exp_parts(f32x16 x, i32x16& exponent) {
   p = fma(p, r, splat(4.166839272e-2f));
   p = fma(p, r, splat(1.666651964e-1f));
   p = fma(p, r, splat(0.5f));
-  return fma(p, r * r, r) + 1.0f;
-}
-
-// Underflows to exactly 0 (also for -inf), overflows to inf; a NaN stays a NaN.
-LLMC_INLINE f32x16 exp(f32x16 x) {
-  i32x16 exponent;
-  f32x16 p = exp_parts(min(max(x, splat(-105.0f)), splat(89.0f)), exponent);
+  p = fma(p, r * r, r) + 1.0f;
   // 2^n in two factors: each is a normal number although the result may be subnormal or overflow.
   i32x16 half = exponent >> 1;
   f32x16 a = (f32x16)((half + 127) << 23), b = (f32x16)((exponent - half + 127) << 23);
   return p * a * b;
+}
+
+// 2^x of x <= 0; exactly 0 below the normal numbers, and of -inf. A NaN stays a NaN. Cheaper than exp(), for the
+// softmax of attention.
+LLMC_INLINE f32x16 exp2_of_negative(f32x16 x) {
+  const float shift = 0x1.8p23f, lowest = -126.0f;  // adding the first rounds as in exp()
+  f32x16 shifted = x + shift;
+  f32x16 r = x - (shifted - shift);
+  f32x16 p = splat(1.326472731e-3f);
+  p = fma(p, r, splat(9.671512991e-3f));
+  p = fma(p, r, splat(5.550733581e-2f));
+  p = fma(p, r, splat(2.402224243e-1f));
+  p = fma(p, r, splat(6.931470037e-1f));
+  p = fma(p, r, splat(1.0f));
+  return x < lowest ? splat(0.0f) : (f32x16)((i32x16)p + ((i32x16)shifted << 23));
 }
 
 LLMC_INLINE f32x16 tanh(f32x16 x) {

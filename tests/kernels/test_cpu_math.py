@@ -13,6 +13,7 @@ WRAPPERS = """
 #define UNARY(name, expression) EXPORT void name(Par, int n, const float* in, float* out) { \\
   for (int i = 0; i < n; i += 16) { f32x16 x = load<f32x16>(in + i); store(out + i, expression); } }
 UNARY(v_exp, exp(x))
+UNARY(v_exp2, exp2_of_negative(x))
 UNARY(v_tanh, tanh(x))
 UNARY(v_erf, erf(x))
 UNARY(v_sigmoid, sigmoid(x))
@@ -73,6 +74,7 @@ def samples(low, high):
     ("name", "reference", "low", "high"),
     [
         ("v_exp", np.exp, -103.9, 88.7),
+        ("v_exp2", np.exp2, -126, 0),
         ("v_tanh", np.tanh, -20, 20),
         ("v_erf", np.vectorize(math.erf), -6, 6),
         ("v_sigmoid", lambda x: 1 / (1 + np.exp(-x)), -87, 80),
@@ -87,6 +89,8 @@ def test_within_three_ulps(unit, name, reference, low, high):
 def test_edges(unit):
     x = np.array([-np.inf, np.inf, np.nan, -104.1, -1e30, 89.5, 1e30, 0.0], np.float32)
     assert np.array_equal(apply(unit, "v_exp", x)[1][:8], [0, np.inf, np.nan, 0, 0, np.inf, np.inf, 1], equal_nan=True)
+    falling = np.array([-np.inf, np.nan, -126.01, -1e30, -0.0, 0.0], np.float32)
+    assert np.array_equal(apply(unit, "v_exp2", falling)[1][:6], [0, np.nan, 0, 0, 1, 1], equal_nan=True)
     for name in ("v_tanh", "v_erf"):
         got = apply(unit, name, x)[1][:8]
         assert np.array_equal(got, [-1, 1, np.nan, -1, -1, 1, 1, 0], equal_nan=True), name
