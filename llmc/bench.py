@@ -262,12 +262,14 @@ class _Bench:
                 self.limits[kind].append(self.executor.peak_ops(kind))
 
     def profiled(self) -> list[Case]:
-        """One chunk of a prompt, and decoding alone and in a batch, at the lengths nearest to 512, 1 and 16."""
+        """One chunk of a prompt, and decoding alone and in a batch, at the lengths nearest to 512, 1 and 16; and the
+        longest of both."""
         decode = [case for case in self.cases if case.kind == "decode"]
         prefill = [case for case in self.cases if case.kind == "prefill"]
         found = [_nearest(prefill, _PROFILE_PREFILL, lambda case: case.length)]
         shortest = [case for case in decode if case.length == min(c.length for c in decode)]
         found += [_nearest(shortest, batch, lambda case: case.batch) for batch in _PROFILE_BATCHES]
+        found += [max(cases, key=lambda case: case.length, default=None) for cases in (prefill, decode)]
         return list(dict.fromkeys(case for case in found if case is not None))
 
     def profile(self, case: Case) -> dict[str, Any]:

@@ -124,6 +124,7 @@ def _tied(source: str, table: int) -> bool:
 def test_the_profile_sums_to_the_step(result: dict[str, Any]) -> None:
     assert [p["name"] for p in result["profile"]] == [
         "prefill of 40", "decode at batch 1, context 20", "decode at batch 3, context 20",
+        "decode at batch 1, context 64",
     ]  # fmt: skip
     for profile in result["profile"]:
         phases = sum(phase["seconds"] for phase in profile["phases"])
@@ -138,7 +139,8 @@ def test_the_profile_sums_to_the_step(result: dict[str, Any]) -> None:
         assert math.isclose(sum(g["bytes"] for g in groups), _bytes(shapes) / profile["steps"])
 
 
-_PROFILED = [Case("prefill", 1, 40), Case("decode", 1, 20, 2), Case("decode", 3, 20, 2)]
+_PROFILED = [Case("prefill", 1, 40), Case("decode", 1, 20, 2), Case("decode", 3, 20, 2),
+             Case("decode", 1, 64, 2)]  # fmt: skip
 
 
 def _bytes(shapes: list[Any]) -> float:
