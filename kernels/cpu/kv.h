@@ -58,42 +58,31 @@ LLMC_INLINE KvHead<D, KV> kv_head(const uint8_t* layer_base, int page, int head)
   return {(uint8_t*)layer_base + page * kv_page_bytes<HKV, D, KV>() + head * kv_head_bytes<D, KV>()};
 }
 
-// The first n elements as float32, the other lanes zero.
-LLMC_INLINE f32x16 kv_load_n(const float* p, int n) { return load_n(p, n); }
-LLMC_INLINE f32x16 kv_load_n(const uint16_t* p, int n) {
-  u16x16 v{};
-  __builtin_memcpy(&v, p, sizeof(uint16_t) * n);
-  return bf16_to_f32(v);
-}
-LLMC_INLINE f32x16 kv_load_n(const int8_t* p, int n) {
+// The first n elements as float32, zeros behind them, with the lanes in the order that costs least: of bfloat16 on AVX2
+// first the even elements, then the odd ones, by a shift and a mask instead of widening. in_order() puts them in order.
+LLMC_INLINE f32x16 kv_lanes(const float* p, int n) { return load_n(p, n); }
+LLMC_INLINE f32x16 kv_lanes(const int8_t* p, int n) {
   i8x16 v{};
   __builtin_memcpy(&v, p, n);
   return to_float(__builtin_convertvector(v, i32x16));
 }
-
-// The same in an order of the lanes that costs less: of bfloat16 without AVX-512 first the even elements, then the odd
-// ones, by a shift and a mask instead of widening.
-template <class E>
-LLMC_INLINE f32x16 kv_lanes(const E* p, int n) {
-  return kv_load_n(p, n);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool kEvenOdd = true;
+#else
+constexpr bool kEvenOdd = false;
+#endif
+LLMC_INLINE f32x16 kv_lanes(const uint16_t* p, int n) {
+  u16x16 v{};
+  __builtin_memcpy(&v, p, sizeof(uint16_t) * n);
+  if constexpr (!kEvenOdd) return bf16_to_f32(v);
+  u32x8 even = (u32x8)v << 16, odd = (u32x8)v & 0xffff0000;
+  return (f32x16)__builtin_shufflevector(even, odd, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 }
 template <class E>
 LLMC_INLINE f32x16 in_order(f32x16 v) {
-  return v;
-}
-#if defined(__AVX2__) && !defined(__AVX512F__)
-template <>
-LLMC_INLINE f32x16 kv_lanes(const uint16_t* p, int n) {
-  u32x8 pairs{};
-  __builtin_memcpy(&pairs, p, sizeof(uint16_t) * n);
-  u32x8 even = pairs << 16, odd = pairs & 0xffff0000;
-  return (f32x16)__builtin_shufflevector(even, odd, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-}
-template <>
-LLMC_INLINE f32x16 in_order<uint16_t>(f32x16 v) {
+  if constexpr (!kEvenOdd || sizeof(E) != sizeof(uint16_t)) return v;
   return __builtin_shufflevector(v, v, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
 }
-#endif
 
 // The step of D values as int8. Not finite if one of them is not: then all elements are 0, and the products NaN
 // instead of a plausible number.
