@@ -28,7 +28,7 @@ from llmc.runtime.plan import Plan, manifest_fields
 from llmc.runtime.targets import Target, choose_target
 from llmc.runtime.threads import default_threads
 
-_GREEDY = RowSampling(temperature=0.0)
+_GREEDY = RowSampling(temperature=0.0, want_logprob=False)
 _READ_BYTES = 512 << 20
 """Memory that is read to measure the bandwidth; at least four times the last-level cache, if there is as much."""
 _READS = 3
