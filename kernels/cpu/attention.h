@@ -49,35 +49,36 @@ struct Attention {
     int sequence = 0, first = 0;  // the sequence's first item
     int64_t partial = 0;
 
-    int blocks() const {
-      int first_token = work.batch.query_start[sequence], last = work.batch.query_start[sequence + 1];
-      if (!share || last - first_token != 1) return (last - first_token + kBlock - 1) / kBlock;
-      Range ranges = work.ranges_of(first_token, last);
-      return ranges.end - ranges.begin;
+    bool shared() const { return share && work.one_token(sequence); }
+    Range tokens() const { return {work.batch.query_start[sequence], work.batch.query_start[sequence + 1]}; }
+
+    // Ranges of a shared sequence, blocks of another.
+    int parts() const {
+      Range t = tokens(), ranges = shared() ? work.ranges_of(t.begin, t.end) : Range{0, 0};
+      return shared() ? ranges.end - ranges.begin : (t.end - t.begin + kBlock - 1) / kBlock;
     }
 
     // Item `index`, which only grows from call to call. False: there is none.
     bool find(int index, Item& item) {
       for (; sequence < work.batch.num_seqs; ++sequence) {
-        int count = blocks() * HKV;
-        bool shared = share && work.one_token(sequence);
+        int count = parts() * HKV;
         if (index < first + count) {
-          item = at((index - first) / HKV, (index - first) % HKV, shared);
+          item = at((index - first) / HKV, (index - first) % HKV);
           return true;
         }
         first += count;
-        if (shared) partial += count;
+        if (shared()) partial += count;
       }
       return false;
     }
 
-    Item at(int block, int head, bool shared) const {
-      int first_token = work.batch.query_start[sequence], last = work.batch.query_start[sequence + 1];
-      if (shared) {
-        int range = work.ranges_of(first_token, last).begin + block;
-        return {sequence, head, first_token, last, {range, range + 1}, partial + block * HKV + head};
+    Item at(int part, int head) const {
+      Range t = tokens();
+      if (shared()) {
+        int range = work.ranges_of(t.begin, t.end).begin + part;
+        return {sequence, head, t.begin, t.end, {range, range + 1}, partial + part * HKV + head};
       }
-      int begin = first_token + (blocks() - 1 - block) * kBlock, end = begin + kBlock < last ? begin + kBlock : last;
+      int begin = t.begin + (parts() - 1 - part) * kBlock, end = begin + kBlock < t.end ? begin + kBlock : t.end;
       return {sequence, head, begin, end, work.ranges_of(begin, end), -1};
     }
   };
