@@ -39,6 +39,9 @@ struct Attention {
   LLMC_INLINE Range ranges_of(int begin, int end) const {
     return {first_visible(batch.positions[begin], p.window) / kRange, batch.positions[end - 1] / kRange + 1};
   }
+  LLMC_INLINE Range pages_of(int begin, int end) const {
+    return {first_visible(batch.positions[begin], p.window) / kPageSize, batch.positions[end - 1] / kPageSize + 1};
+  }
   LLMC_INLINE bool one_token(int s) const { return batch.query_start[s + 1] - batch.query_start[s] == 1; }
 
   // The items in the order in which threads claim them: by sequence, then blocks, of a prompt the longest first, or
@@ -91,8 +94,8 @@ struct Attention {
       const int first = batch.query_start[s], last = batch.query_start[s + 1];
       for (int t = first; t < last; t += kBlock) {
         const int end = t + kBlock < last ? t + kBlock : last;
-        const int first_page = first_visible(batch.positions[t], p.window) / kPageSize;
-        const int64_t cost = int64_t(batch.positions[end - 1] / kPageSize - first_page + 2) * (end - t + 1);
+        const Range pages = pages_of(t, end);
+        const int64_t cost = int64_t(pages.end - pages.begin + 1) * (end - t + 1);
         total += cost * HKV;
         if (!one_token(s)) continue;
         const Range ranges = ranges_of(t, end);
@@ -107,9 +110,8 @@ struct Attention {
     return {layer_base, batch.block_tables + (int64_t)item.sequence * batch.block_table_stride, item.head};
   }
   typename Block::Keys first_keys(const Item& item) const {
-    Range pages{first_visible(batch.positions[item.begin], p.window) / kPageSize,
-                batch.positions[item.end - 1] / kPageSize + 1};
-    return {kv_of(item), overlap(pages, {item.ranges.begin * kRangePages, item.ranges.end * kRangePages})};
+    Range ranges{item.ranges.begin * kRangePages, item.ranges.end * kRangePages};
+    return {kv_of(item), overlap(pages_of(item.begin, item.end), ranges)};
   }
 
   // Items in turn, each claimed by one thread. Short ones are claimed one ahead: what a thread reads next is fetched

@@ -166,10 +166,6 @@ struct AttentionBlock {
     });
   }
 
-  LLMC_INLINE Range ranges() const {
-    return {visible[0].begin / kRange, (visible[num_rows - 1].end + kRange - 1) / kRange};
-  }
-
   void finish(Mat out) const {
     for (int r = 0; r < num_rows; ++r) {
       float* to = out.row(first_token + r / kGroup) + (kv.head * kGroup + r % kGroup) * D;
