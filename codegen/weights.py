@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,9 @@ import torch
 
 from llmc.errors import UserError
 from llmc.kernels import pack
-from llmc.kernels.weights import Reader, WeightRef
+from llmc.kernels.codes import Array, Codes
+from llmc.kernels.formats import F32, Format
+from llmc.kernels.weights import CodeReader, Reader, WeightRef
 
 _BLOCK_ELEMENTS = 8 << 20
 """Elements of a weight that are in memory at once while it is packed (32 MiB as float32)."""
@@ -25,10 +27,15 @@ class Entry:
 
     ref: WeightRef | None
     constant: torch.Tensor | None
-    format: str
+    format: Format
     gated: bool
     offset: int
     size: int
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is packed in tiles."""
+        return self.ref is not None and len(self.ref.shape) == 2
 
     @property
     def layout(self) -> pack.PackedLayout:
@@ -41,62 +48,65 @@ class Entry:
         return next((self.offset + r.offset for r in self.layout.regions if r.name == name), None)
 
 
+def no_codes(name: str, start: int, stop: int) -> Codes | None:
+    """The codes of a checkpoint that is not quantised."""
+    return None
+
+
 @dataclass
 class WeightTable:
     """The weights segment under construction. Equal recipes in the same layout are stored once."""
 
     entries: list[Entry] = field(default_factory=list)
     size: int = 0
+    _found: dict[Hashable, Entry] = field(default_factory=dict)
 
-    def matrix(self, ref: WeightRef, format: str, gated: bool) -> Entry:
-        for entry in self.entries:
-            if entry.ref == ref and entry.format == format and entry.gated == gated:
-                return entry
+    def matrix(self, ref: WeightRef, format: Format, gated: bool) -> Entry:
+        """The entry of a matrix in the layout of a format."""
         rows = ref.shape[0] // (2 if gated else 1)
-        layout = pack.packed_layout(format, rows, ref.shape[1], gated)
-        return self._add(ref, None, format, gated, layout.size)
+        size = pack.packed_layout(format, rows, ref.shape[1], gated).size
+        return self._entry((ref, format.stored, gated), Entry(ref, None, format.stored, gated, self.size, size))
 
     def vector(self, ref: WeightRef) -> Entry:
-        for entry in self.entries:
-            if entry.ref == ref:
-                return entry
-        return self._add(ref, None, "f32", False, ref.shape[0] * 4)
+        """The entry of a weight of one dimension, raw float32."""
+        return self._entry(ref, Entry(ref, None, F32, False, self.size, ref.shape[0] * 4))
 
     def constant(self, value: torch.Tensor) -> Entry:
-        for entry in self.entries:
-            if entry.constant is not None and torch.equal(entry.constant, value):
-                return entry
-        return self._add(None, value, "f32", False, value.numel() * 4)
+        """The entry of a constant of the model, raw float32."""
+        key = (tuple(value.shape), value.dtype, value.contiguous().numpy().tobytes())
+        return self._entry(key, Entry(None, value, F32, False, self.size, value.numel() * 4))
 
-    def _add(self, ref: WeightRef | None, constant: torch.Tensor | None, format: str, gated: bool, size: int) -> Entry:
-        entry = Entry(ref, constant, format, gated, self.size, size)
-        self.entries.append(entry)
-        self.size += -(-size // pack.ALIGN) * pack.ALIGN
-        return entry
+    def _entry(self, key: Hashable, new: Entry) -> Entry:
+        """The entry of a key; `new`, which begins at the end of the segment, if there is none."""
+        if key not in self._found:
+            self._found[key] = new
+            self.entries.append(new)
+            self.size += -(-new.size // pack.ALIGN) * pack.ALIGN
+        return self._found[key]
 
-    def blocks(self, reader: Reader) -> Iterator[tuple[int, memoryview]]:
+    def blocks(self, reader: Reader, coded: CodeReader = no_codes) -> Iterator[tuple[int, memoryview]]:
         """(offset within the segment, bytes) of everything, weight by weight, in blocks of bounded size.
 
-        Regions of one matrix interleave, so offsets do not only grow. Raises UserError for a weight whose values do
-        not fit its format.
+        coded: the checkpoint's own codes, which are taken as they are where they fit the format. Regions of one matrix
+        interleave, so offsets do not only grow. Raises UserError for a weight whose values do not fit its format.
         """
         for entry in self.entries:
             if entry.constant is not None:
                 yield entry.offset, memoryview(entry.constant.to(torch.float32).numpy().tobytes())
-            elif entry.ref is not None and len(entry.ref.shape) == 1:
+            elif entry.ref is not None and not entry.is_matrix:
                 yield (
                     entry.offset,
                     memoryview(np.ascontiguousarray(entry.ref.read(reader), np.float32).tobytes()),
                 )
             else:
                 try:
-                    yield from _matrix_blocks(entry, reader)
+                    yield from _matrix_blocks(entry, reader, coded)
                 except ValueError as error:
                     assert entry.ref is not None
                     raise UserError(f"weight {entry.ref.describe()[:200]}: {error}; build with --bf16") from error
 
 
-def _matrix_blocks(entry: Entry, reader: Reader) -> Iterator[tuple[int, memoryview]]:
+def _matrix_blocks(entry: Entry, reader: Reader, coded: CodeReader) -> Iterator[tuple[int, memoryview]]:
     ref, layout = entry.ref, entry.layout
     assert ref is not None
     rows = ref.shape[0] // (2 if entry.gated else 1)
@@ -104,11 +114,19 @@ def _matrix_blocks(entry: Entry, reader: Reader) -> Iterator[tuple[int, memoryvi
     done = [0] * len(layout.regions)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        block = ref.read(reader, start, stop)
+        block = _rows(entry, reader, coded, start, stop)
         if entry.gated:
-            parts = pack.pack_gated_rows(entry.format, block, ref.read(reader, rows + start, rows + stop))
+            up = _rows(entry, reader, coded, rows + start, rows + stop)
+            parts = pack.pack_gated_rows(entry.format, block, up)
         else:
             parts = pack.pack_rows(entry.format, block)
         for index, (region, part) in enumerate(zip(layout.regions, parts, strict=True)):
             yield entry.offset + region.offset + done[index], memoryview(part.data)
             done[index] += part.nbytes
+
+
+def _rows(entry: Entry, reader: Reader, coded: CodeReader, start: int, stop: int) -> Array | Codes:
+    """Rows as the checkpoint's codes where the format holds exactly these, else as values."""
+    assert entry.ref is not None
+    codes = entry.ref.codes(coded, start, stop) if entry.format.group else None
+    return codes if codes is not None and codes.fit(entry.format) else entry.ref.read(reader, start, stop)

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from llmc.kernels.codes import Codes
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -47,6 +49,10 @@ class Checkpoint(Protocol):
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.float32]:
         """Rows start:stop of the first dimension as float32 (dequantised). Raises UserError on NaN or Inf."""
+        ...
+
+    def codes(self, name: str, start: int, stop: int) -> Codes | None:
+        """The same rows of a matrix as the exact codes that the file holds, where it holds such; else None."""
         ...
 
     @property

@@ -19,9 +19,11 @@ import numpy.typing as npt
 from llmc.errors import UserError
 from llmc.frontend.checkpoint import TensorInfo
 from llmc.frontend.config import build_config, normalise_config, quiet_transformers
+from llmc.frontend.gguf_codes import CODED, block_codes
 from llmc.frontend.gguf_config import apply_positions, apply_rope_factors, gguf_config
 from llmc.frontend.gguf_header import GgufTensor, read_gguf_header
 from llmc.frontend.rawfile import RawFile, check_finite, row_range, sha256_of
+from llmc.kernels.codes import Codes
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _PLAIN = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
@@ -88,6 +90,15 @@ class GgufCheckpoint:
             return values
         first, rows, _ = row_range(name, recipe.info.shape, start, stop)
         return self._whole(name, recipe)[first : first + rows].copy()
+
+    def codes(self, name: str, start: int, stop: int) -> Codes | None:
+        recipe = self._recipes[name]
+        tensor = recipe.sources[0]
+        if not recipe.as_stored or len(tensor.shape) != 2 or tensor.kind.name not in CODED:
+            return None
+        first, rows, _ = row_range(name, tensor.shape, start, stop)
+        raw = self._file.read(tensor.begin + first * tensor.row_bytes, rows * tensor.row_bytes)
+        return block_codes(tensor.kind.name, raw.reshape(rows, -1), tensor.shape[1])
 
     def _whole(self, name: str, recipe: _Recipe) -> npt.NDArray[np.float32]:
         """All of a transformed tensor; the last one is kept, since its rows are usually asked for in turn."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from llmc.errors import UserError
 from llmc.frontend.checkpoint import Checkpoint, TensorInfo
+from llmc.kernels.weights import Stored, WeightRef
 
 _SHOWN = 3  # names in a message
 _FLOATS = ("F32", "F16", "BF16")
@@ -16,8 +17,8 @@ _LEGACY_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_
 _COMPARE_ROWS = 4096
 
 
-def match_parameters(ckpt: Checkpoint, model: Any) -> dict[str, str]:
-    """{parameter or persistent buffer of `model` (on any device, usually meta): tensor of `ckpt`}.
+def match_parameters(ckpt: Checkpoint, model: Any) -> dict[str, WeightRef]:
+    """{parameter or persistent buffer of `model` (on any device, usually meta): recipe from the tensors of `ckpt`}.
 
     A tensor may be called as the parameter is, with or without the base model's prefix, or by an older name
     that transformers still knows. A tied parameter gets the tensor of its partner. Where the checkpoint holds
@@ -40,7 +41,7 @@ def match_parameters(ckpt: Checkpoint, model: Any) -> dict[str, str]:
         f"{info.name} ({info.dtype})" for info in map(ckpt.tensors.__getitem__, found.values()) if _not_float(info)
     ]
     _refuse(where, "stores in an unsupported type", sorted(set(typed)), "convert it to F32, F16 or BF16")
-    return found
+    return {name: Stored(wanted[name], tensor) for name, tensor in found.items()}
 
 
 def _by_name(ckpt: Checkpoint, model: Any, wanted: dict[str, tuple[int, ...]]) -> tuple[dict[str, str], list[str]]:

@@ -20,6 +20,7 @@ from llmc.frontend.checkpoint import TensorInfo
 from llmc.frontend.config import build_config, normalise_config, read_json
 from llmc.frontend.rawfile import RawFile, check_finite, row_range, sha256_of
 from llmc.frontend.safetensors_header import Stored, read_header
+from llmc.kernels.codes import Codes
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FLOATS: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -95,6 +96,9 @@ class SafetensorsCheckpoint:
         values = _widen(raw, stored.dtype).reshape((rows, *stored.shape[1:]) if stored.shape else ())
         check_finite(values, name, file.path)
         return values
+
+    def codes(self, name: str, start: int, stop: int) -> Codes | None:
+        return None
 
     @cached_property
     def digest(self) -> str:

@@ -9,7 +9,7 @@ constants alone are evaluated. What is left is aten on tokens-major values plus 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from llmc.errors import UserError
 from llmc.frontend.export import ATTENTION, ExportedModel
 from llmc.kernels.dialect import OPS
-from llmc.kernels.weights import Affine, Stored, Transposed, WeightRef
+from llmc.kernels.weights import Affine, Transposed, WeightRef, weight_name
 
 aten = torch.ops.aten
 _IDENTITY = {aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
@@ -39,23 +39,26 @@ def module_path(node: fx.Node) -> str:
     return str(list(stack.values())[-1][0]).removeprefix("model.") if stack else "(model)"
 
 
-def import_graph(exported: ExportedModel, names: dict[str, str]) -> fx.Graph:
+def import_graph(exported: ExportedModel, recipes: Mapping[str, WeightRef]) -> fx.Graph:
     """The tokens-major graph. Inputs: tokens, positions, query_start, rows (int64), weights (placeholders with
     meta["weight"], a WeightRef) and constants (placeholders with meta["constant"]). Output: logits [T, V].
 
-    names: module parameter -> checkpoint tensor. Raises UserError naming the op and module that cannot be imported.
+    recipes: of the module's parameters and persistent buffers, by name. Raises UserError naming the op and module that
+    cannot be imported.
     """
-    return _Importer(exported, names).run()
+    return _Importer(exported, recipes).run()
 
 
 class _Importer:
-    def __init__(self, exported: ExportedModel, names: dict[str, str]) -> None:
-        self.exported, self.names = exported, names
+    def __init__(self, exported: ExportedModel, recipes: Mapping[str, WeightRef]) -> None:
+        self.exported, self.recipes = exported, recipes
         self.graph = fx.Graph()
         self.values: dict[fx.Node, Any] = {}
         """exported node -> new node, WeightRef, or constant Tensor"""
         self.inputs = {name: self.graph.placeholder(name) for name in INPUTS}
         self.parameters: dict[WeightRef, fx.Node] = {}
+        self.last_input = self.inputs[INPUTS[-1]]
+        """the input after which the next weight goes"""
         self.num_constants = 0
 
     def run(self) -> fx.Graph:
@@ -77,8 +80,7 @@ class _Importer:
             return self.inputs[node.name]
         if node.name in self.exported.constants:
             return self.exported.constants[node.name]
-        shape = tuple(int(d) for d in node.meta["val"].shape)
-        return Stored(shape, self.names[self.exported.parameters[node.name]])
+        return self.recipes[self.exported.parameters[node.name]]
 
     def operand(self, value: Any, rank: int | None = None) -> Any:
         """What a new node takes for an exported argument; values over T are viewed to the rank of the result."""
@@ -99,10 +101,9 @@ class _Importer:
 
     def weight(self, ref: WeightRef) -> fx.Node:
         if ref not in self.parameters:
-            name = "w_" + "".join(c if c.isalnum() else "_" for c in ref.describe())[:80]
-            with self.graph.inserting_after(list(self.graph.nodes)[len(self.inputs) + len(self.parameters) - 1]):
-                self.parameters[ref] = self.graph.placeholder(name)
-            self.parameters[ref].meta["weight"] = ref
+            with self.graph.inserting_after(self.last_input):
+                self.last_input = self.parameters[ref] = self.graph.placeholder(weight_name(ref))
+            self.last_input.meta["weight"] = ref
         return self.parameters[ref]
 
     def constant(self, value: Tensor) -> fx.Node:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmc.kernels.formats import find_format
 from llmc.kernels.quant import fake_quantize, fake_quantize_activations
 
 _LIB = torch.library.Library("llmc", "DEF")
@@ -51,7 +52,7 @@ def embed(ids: Tensor, weight: Tensor, scale: float, offset: int, format: str) -
     """ids [T] int, weight [V, C] -> weight[ids + offset] * scale, [T, C], through the stored format."""
     if ids.is_meta:
         return weight.new_empty(ids.shape[0], weight.shape[1])
-    rows = fake_quantize(weight[ids + offset], format)
+    rows = fake_quantize(weight[ids + offset], find_format(format))
     return rows * scale if scale != 1.0 else rows
 
 
@@ -67,16 +68,16 @@ def linear(
 ) -> Tensor:
     """x [T, K], weight [N, K] (gated: [2N, K], gate rows then up rows) -> [T, N].
 
-    y = act(x W^T + b), gated: act(gate) * up; then + residual. `format` is how the weight is stored and multiplied:
-    f32, bf16 (activations float32), w8 or w4 (integer products: activations quantised per token and group of 32), w8a16
-    or w4a16 (the same weights, activations as they are).
+    y = act(x W^T + b), gated: act(gate) * up; then + residual. `format` names how the weight is stored and multiplied
+    (kernels/formats.py); formats with integer products quantise activations per token and group of 32.
     """
     n = weight.shape[0] // (2 if gated else 1)
     if x.is_meta or weight.is_meta:
         return x.new_empty(x.shape[0], n)
-    if format in ("w8", "w4"):
+    how = find_format(format)
+    if how.integer_products:
         x = fake_quantize_activations(x)
-    y = F.linear(x, fake_quantize(weight, format), bias)
+    y = F.linear(x, fake_quantize(weight, how), bias)
     y = ACTIVATIONS[act](y[:, :n]) * y[:, n:] if gated else ACTIVATIONS[act](y)
     return y if residual is None else y + residual
 

@@ -1,5 +1,5 @@
-"""The weight formats and the exact values they hold: the one definition that the dialect's reference, the packer and
-the accuracy report share.
+"""What the weight formats (kernels/formats.py) mean in numbers: the one definition that the dialect's reference, the
+packer and the accuracy report share.
 
 f32   as is. bf16: rounded to nearest even.
 w8    symmetric int8, groups of 32 along K, scale in float16 rounded up, so that |q| <= 127.
@@ -17,19 +17,12 @@ import torch
 from torch import Tensor
 
 from llmc.kernels import pack
-from llmc.kernels.pack import GROUP
+from llmc.kernels.formats import F32, GROUP, Format
 
 
-def fake_quantize(w: Tensor, format: str) -> Tensor:
+def fake_quantize(w: Tensor, format: Format) -> Tensor:
     """The float32 values [N, K] that a weight has after it was stored in `format`."""
-    if format == "f32":
-        return w
-    return torch.from_numpy(pack.fake_quantize(stored_format(format), w.detach().numpy()))
-
-
-def stored_format(format: str) -> str:
-    """How a weight of a linear's format lies in the plan: "w8" for "w8a16"."""
-    return format.removesuffix("a16")
+    return w if format is F32 else torch.from_numpy(pack.fake_quantize(format, w.detach().numpy()))
 
 
 def fake_quantize_activations(x: Tensor) -> Tensor:

@@ -2,21 +2,25 @@
 recipe (transpose, concatenate, add, reorder), and the plan writer evaluates it a block of rows at a time, so that
 building needs memory for a block, not for the model.
 
-Recipes are frozen and compare by value: two uses of one weight (tied embedding and head) are equal and are stored
-once. `read` returns float32.
+Recipes are frozen, compare by value and can be hashed: two uses of one weight (tied embedding and head) are equal and
+are stored once. `read` gives float32; `codes` gives what a quantised checkpoint holds, exactly, where it can.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from llmc.kernels.codes import Codes, stack
+
 Array = npt.NDArray[np.float32]
 Reader = Callable[[str, int, int], Array]
 """(checkpoint tensor name, first row, end row) -> float32 rows."""
+CodeReader = Callable[[str, int, int], Codes | None]
+"""The same -> the rows as the checkpoint has them quantised, or None where it has not, or in a way of its own."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,10 @@ class WeightRef:
     def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> Array:
         """Rows start:stop along the first dimension, float32."""
         raise NotImplementedError(type(self).__name__)
+
+    def codes(self, reader: CodeReader, start: int = 0, stop: int | None = None) -> Codes | None:
+        """The same rows of a matrix as exact codes, or None where the recipe computes with values."""
+        return None
 
     def describe(self) -> str:
         """The recipe in one line, for the manifest and for IR dumps."""
@@ -41,6 +49,9 @@ class Stored(WeightRef):
     name: str
 
     def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> Array:
+        return reader(self.name, start, self.shape[0] if stop is None else stop)
+
+    def codes(self, reader: CodeReader, start: int = 0, stop: int | None = None) -> Codes | None:
         return reader(self.name, start, self.shape[0] if stop is None else stop)
 
     def describe(self) -> str:
@@ -95,16 +106,28 @@ class Concat(WeightRef):
     parts: tuple[WeightRef, ...]
 
     def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> Array:
-        stop = self.shape[0] if stop is None else stop
-        pieces, base = [], 0
-        for part in self.parts:
-            lo, hi = max(start - base, 0), min(stop - base, part.shape[0])
-            if lo < hi:
-                pieces.append(part.read(reader, lo, hi))
-            base += part.shape[0]
+        pieces = [part.read(reader, lo, hi) for part, lo, hi in self._pieces(start, stop)]
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate(pieces) if pieces else np.zeros((0, *self.shape[1:]), np.float32)
+
+    def codes(self, reader: CodeReader, start: int = 0, stop: int | None = None) -> Codes | None:
+        pieces = []
+        for part, lo, hi in self._pieces(start, stop):
+            found = part.codes(reader, lo, hi)
+            if found is None:
+                return None
+            pieces.append(found)
+        return stack(pieces) if pieces else None
+
+    def _pieces(self, start: int, stop: int | None) -> Iterator[tuple[WeightRef, int, int]]:
+        """The parts that the rows start:stop lie in, and which of their rows these are."""
+        base, stop = 0, self.shape[0] if stop is None else stop
+        for part in self.parts:
+            lo, hi = max(start - base, 0), min(stop - base, part.shape[0])
+            if lo < hi:
+                yield part, lo, hi
+            base += part.shape[0]
 
     def describe(self) -> str:
         return "concat(" + ", ".join(p.describe() for p in self.parts) + ")"
@@ -121,8 +144,17 @@ class Rows(WeightRef):
         stop = self.shape[0] if stop is None else stop
         return self.of.read(reader, self.start + start, self.start + stop)
 
+    def codes(self, reader: CodeReader, start: int = 0, stop: int | None = None) -> Codes | None:
+        stop = self.shape[0] if stop is None else stop
+        return self.of.codes(reader, self.start + start, self.start + stop)
+
     def describe(self) -> str:
         return f"rows({self.of.describe()}, {self.start}, {self.start + self.shape[0]})"
+
+
+def weight_name(ref: WeightRef) -> str:
+    """What the graph calls the placeholder of a recipe; not unique."""
+    return "w_" + "".join(c if c.isalnum() else "_" for c in ref.describe())[:80]
 
 
 def concat(parts: tuple[WeightRef, ...]) -> WeightRef:

@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from llmc import __version__
-from llmc.bench_cost import Cost, StepShape, phase_cost, step_cost
+from llmc.bench_cost import phase_work, step_work
 from llmc.errors import UserError
 from llmc.machine import cpu_model, last_level_cache
 from llmc.progress import TerminalProgress
 from llmc.runtime.batch import PAGE_SIZE, Batch, Int32, RowSampling
+from llmc.runtime.cost import StepShape, Work
 from llmc.runtime.executor import PEAKS, CpuExecutor, ExecutorConfig, anonymous_memory
 from llmc.runtime.load import available_memory
 from llmc.runtime.plan import Plan, manifest_fields
@@ -279,10 +280,10 @@ class _Bench:
         shapes = case.shapes(self.options.max_num_batched_tokens)
         phases = []
         for phase, time_of_phase in zip(self.phases, ns.tolist(), strict=True):
-            cost = sum((phase_cost(phase, shape) for shape in shapes), Cost()).per(len(shapes))
+            work = sum((phase_work(phase, shape) for shape in shapes), Work()).per(len(shapes))
             phases.append(
                 {"label": phase.label, "path": phase.path, "seconds": time_of_phase / 1e9 / len(shapes),
-                 "bytes": cost.bytes, "ops": cost.total_ops}
+                 "bytes": work.bytes, "ops": work.total_ops}
             )  # fmt: skip
         return {"name": case.name, "steps": len(shapes), "seconds_per_step": sum(seconds) / len(shapes),
                 "phases": phases}  # fmt: skip
@@ -312,23 +313,23 @@ class _Bench:
         of all steps."""
         rounds = self.samples[case]
         shapes = case.shapes(self.options.max_num_batched_tokens)
-        cost = sum((step_cost(self.phases, shape) for shape in shapes), Cost())
+        work = sum((step_work(self.phases, shape) for shape in shapes), Work())
         if case.kind == "prefill":
             seconds, tokens = statistics.median(map(sum, rounds)), case.length
             head: dict[str, Any] = {"input_len": case.length, "seconds": seconds}
         else:
             seconds, tokens = statistics.median(s for steps in rounds for s in steps), case.batch
-            cost = cost.per(case.steps)
+            work = work.per(case.steps)
             head = {"batch_size": case.batch, "context_len": case.length, "output_len": case.steps,
                     "seconds_per_step": seconds}  # fmt: skip
         return head | {
             "tokens_per_second": tokens / seconds,
-            "bytes": cost.bytes,
-            "ops": dict(cost.ops),
-            "bytes_per_second": cost.bytes / seconds,
-            "ops_per_second": cost.total_ops / seconds,
-            "bandwidth_fraction": cost.bytes / seconds / bandwidth,
-            "peak_fraction": cost.seconds_at_peak(peaks) / seconds,
+            "bytes": work.bytes,
+            "ops": dict(work.ops),
+            "bytes_per_second": work.bytes / seconds,
+            "ops_per_second": work.total_ops / seconds,
+            "bandwidth_fraction": work.bytes / seconds / bandwidth,
+            "peak_fraction": work.seconds_at_peak(peaks) / seconds,
             "samples": rounds,
         }
 

@@ -6,7 +6,6 @@ accuracy report measured on the code that goes into the plan.
 
 from __future__ import annotations
 
-import copy
 import platform
 import resource
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from llmc.frontend.open import match_parameters, open_checkpoint
 from llmc.frontend.source import resolve
 from llmc.frontend.tokenizer import TokenizerAssets, load_tokenizer
 from llmc.frontend.tokens_major import import_graph
+from llmc.kernels.formats import BF16, F32, W4, W8
 from llmc.kernels.weights import Reader
 from llmc.manifest import (
     DATA,
@@ -54,8 +54,8 @@ from llmc.runtime.executor import PAGE_SIZE, CpuExecutor, ExecutorConfig
 from llmc.runtime.targets import CPU_TARGETS, DEFAULT_TARGETS, Target, parse_target, runnable_targets
 from llmc.runtime.threads import default_threads
 
-FORMATS = {"fp32": ("f32", "f32", "f32"), "bf16": ("bf16", "bf16", "bf16"),
-           "int8": ("w8", "w8", "bf16"), "int4": ("w4", "w8", "bf16")}  # fmt: skip
+PRECISIONS = {"fp32": (F32, F32, "f32"), "bf16": (BF16, BF16, "bf16"), "int8": (W8, W8, "bf16"),
+              "int4": (W4, W8, "bf16")}  # fmt: skip
 """precision -> (format of linears, format of head and token embedding, KV dtype)"""
 KV_DTYPES = {"fp32": "f32", "bf16": "bf16", "int8": "int8"}
 """--kv-cache-dtype -> KV dtype"""
@@ -127,11 +127,12 @@ def parse_targets(names: tuple[str, ...]) -> Targets:
 
 def pass_context(options: BuildOptions) -> PassContext:
     """Raises UserError for flags that do not go together."""
-    body, head, kv = FORMATS[options.precision]
+    body, head, kv = PRECISIONS[options.precision]
     if options.weight_only:
-        if options.precision not in ("int8", "int4"):
+        weights, head_weights = body.weight_only, head.weight_only
+        if weights is None or head_weights is None:
             raise UserError("--weight-only: needs --int8 or --int4; other weights are not quantised")
-        body, head = f"{body}a16", f"{head}a16"
+        body, head = weights, head_weights
     return PassContext(body, head, KV_DTYPES[options.kv_cache_dtype] if options.kv_cache_dtype else kv)
 
 
@@ -178,7 +179,7 @@ class _Build:
         weight-only products."""
         runnable = runnable_targets()
         stored = next((t for t in runnable if t in self.targets.cpu), None)
-        if stored is not None or self.context.body_format.endswith("a16"):
+        if stored is not None or "cpu" not in self.context.body_format.backends:
             return stored
         return runnable[0] if runnable else None
 
@@ -189,16 +190,13 @@ class _Build:
         tokens = self.eval_tokens(assets)
         self.progress.stage("export")
         graph = self.export(config)
-        float32 = copy.deepcopy(graph) if tokens is not None else None
-        report = self.lower(graph, config)
-        if float32 is not None:
-            run_pipeline(float32, PassContext())
+        report = self.lower(graph, config, keep_exact=tokens is not None)
         code = self.select(graph, measured=tokens is not None)
         with PlanWriter(self.output) as writer:
             cpu = self.write_code(writer, code)
             gpu = self.write_gpu_code(writer, code)
             self.write_assets(writer, graph, assets)
-            result = self.evaluate(writer, float32, cpu, tokens)
+            result = self.evaluate(writer, report.exact, cpu, tokens)
             manifest = self.manifest(code, gpu, report, assets, result, config)
             engine_id = writer.finish(manifest)
         return manifest | {"engine_id": engine_id, "file_size": self.output.stat().st_size}
@@ -240,14 +238,15 @@ class _Build:
 
     def export(self, config: Any) -> fx.Graph:
         model = build_meta_model(config)
-        names = match_parameters(self.checkpoint, model)
+        recipes = match_parameters(self.checkpoint, model)
         exported = export_model(model)
-        return import_graph(exported, names)
+        return import_graph(exported, recipes)
 
-    def lower(self, graph: fx.Graph, config: Any) -> PipelineReport:
+    def lower(self, graph: fx.Graph, config: Any, keep_exact: bool) -> PipelineReport:
+        """keep_exact: the report is to hold the float32 graph, for the accuracy report."""
         probe = (probe_batch(int(config.vocab_size)), self.reader) if self.options.check_passes else None
         self.progress.stage("passes")
-        return run_pipeline(graph, self.context, probe, self.options.dump_ir)
+        return run_pipeline(graph, self.context, probe, self.options.dump_ir, keep_exact)
 
     def select(self, graph: fx.Graph, measured: bool) -> _Code:
         """Kernels for the CPU, if it has a part in this build, and launches for GPUs; both read one set of weights."""
@@ -267,7 +266,9 @@ class _Build:
             table = code.table
             stored = sum(e.size for e in table.entries)
             with self.progress.bar("pack weights", stored, "B") as advance:
-                self.weights = writer.add_blocks("weights", table.size, table.blocks(self.reader), advance)
+                self.weights = writer.add_blocks(
+                    "weights", table.size, table.blocks(self.reader, self.checkpoint.codes), advance
+                )
             compiled = {name: job.result() for name, job in jobs.items()}
         for target in self.targets.cpu:
             writer.add(f"code/{target.name}", compiled[target.name])

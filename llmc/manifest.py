@@ -41,7 +41,7 @@ def weight_section(entry: Entry) -> dict[str, Any]:
         assert entry.constant is not None
         shape, name = tuple(entry.constant.shape), "constant"
     short = name if len(name) <= 400 else f"{name[:380]}… #{hashlib.sha256(name.encode()).hexdigest()[:12]}"
-    return {"name": short, "shape": list(shape), "format": entry.format, "gated": entry.gated,
+    return {"name": short, "shape": list(shape), "format": entry.format.name, "gated": entry.gated,
             "offset": entry.offset, "size": entry.size}  # fmt: skip
 
 

@@ -12,12 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llmc.runtime.cost import Cost, StepShape, Units
 from llmc.runtime.cuda.targets import CudaTarget
 
 CONTEXT = 1024
 """Positions of context that attention is estimated for."""
 PROMPT = 512
 """Tokens of the prompt that the bucket without a limit is estimated for."""
+
+
+GPU_UNITS = Units({"int8": "int8", "int4": "int8", "float16": "half", "float32": "float"}, activations=True)
+"""Which of a GPU's rates the work goes by."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,10 @@ def step_seconds(header: Mapping[str, Any], target: CudaTarget, tokens: int, seq
 
 
 def _time(call: Mapping[str, Any], rows: int, target: CudaTarget) -> tuple[float, str]:
-    cost = call["cost"]
-    context = PROMPT // 2 if call["when"] == "prefill" else CONTEXT
-    moved = cost["fixed_bytes"] + rows * (cost["row_bytes"] + context * cost["context_bytes"])
-    done = rows * (cost["row_ops"] + context * cost["context_ops"])
-    rate = {"half": target.half_flops, "int8": target.int8_ops, "float": target.float_flops}[cost["unit"]]
-    memory, compute = moved / target.bandwidth, done / rate
+    """Seconds of one launch for `rows` of its rows, each of a sequence that decodes but in a prompt."""
+    prompt = call["when"] == "prefill"
+    shape = StepShape(((0, rows),) if prompt else ((CONTEXT - 1, 1),) * rows, rows)
+    work = Cost(**call["cost"]).work(shape, GPU_UNITS)
+    rates = {"half": target.half_flops, "int8": target.int8_ops, "float": target.float_flops}
+    memory, compute = work.bytes / target.bandwidth, work.seconds_at_peak(rates)
     return max(memory, compute), "memory" if memory >= compute else "compute"

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from llmc.kernels.dialect import OPS
-from llmc.passes.match import aten, calls, commuted, is_call, only_user, replace, scalar
+from llmc.kernels.ops import Act, GatedAct
+from llmc.passes.match import aten, calls, commuted, is_call, only_user, replace_with, scalar
 from llmc.passes.result import PassContext, PassResult
 
 
@@ -22,15 +22,16 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
         found = _spelled_out_gelu(node)
         if found is not None:
             x, last = found
-            replace(last, OPS["act"], (x, "gelu_tanh"))
+            replace_with(last, Act(x, "gelu_tanh"))
             count += 1
     for node in calls(graph, aten.silu.default, aten.relu.default, aten.gelu.default):
-        replace(node, OPS["act"], (node.args[0], _kind(node)))
+        replace_with(node, Act(node.args[0], _kind(node)))
         count += 1
     for node in calls(graph, aten.mul.Tensor):
         for gate, up in commuted(node):
-            if is_call(gate, OPS["act"]) and only_user(gate) is node and isinstance(up, fx.Node):
-                replace(node, OPS["gated_act"], (gate.args[0], up, gate.args[1]))
+            act = Act.match(gate)
+            if act is not None and only_user(gate) is node and isinstance(up, fx.Node):
+                replace_with(node, GatedAct(act.x, up, act.kind))
                 count += 1
                 break
     return PassResult(count)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from llmc.kernels.dialect import OPS
-from llmc.passes.match import aten, calls, is_call, only_user, replace, scalar
+from llmc.kernels.ops import Embed
+from llmc.passes.match import aten, calls, is_call, only_user, replace_with, scalar
 from llmc.passes.result import PassContext, PassResult
 
 
@@ -24,6 +24,6 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
             value = scalar(user.args[1])
             if value is not None:
                 scale, last = value, user
-        replace(last, OPS["embed"], (ids, weight, scale, offset, "f32"))
+        replace_with(last, Embed(ids, weight, scale, offset))
         count += 1
     return PassResult(count, skipped)

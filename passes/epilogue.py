@@ -12,32 +12,34 @@ from typing import Any
 from torch import fx
 
 from llmc.kernels.dialect import OPS
-from llmc.passes.match import calls, commuted, is_call, only_user, replace, shape
+from llmc.kernels.ops import Act, Linear, RmsNorm, RmsNormAdd
+from llmc.passes.match import calls, commuted, only_user, replace_with, shape
 from llmc.passes.result import PassContext, PassResult
 
 
 def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     count = 0
     for node in calls(graph, OPS["act"]):
-        linear = node.args[0]
-        if _single_use_linear(linear) and linear.args[3:6] == (None, "none", False):
-            x, w, bias, *_, format = linear.args
-            replace(node, OPS["linear"], (x, w, bias, None, node.args[1], False, format))
+        act = Act.of(node)
+        linear = _single_use_linear(act.x)
+        if linear is not None and linear.residual is None and linear.act == "none" and not linear.gated:
+            replace_with(node, linear.evolve(act=act.kind))
             count += 1
     for node in calls(graph, OPS["add"]):
         for term, residual in commuted(node):
-            if _single_use_linear(term) and term.args[3] is None and residual is not term:
-                x, w, bias, _, *rest = term.args
-                replace(node, OPS["linear"], (x, w, bias, residual, *rest))
+            linear = _single_use_linear(term)
+            if linear is not None and linear.residual is None and residual is not term:
+                replace_with(node, linear.evolve(residual=residual))
                 count += 1
                 break
-            if is_call(term, OPS["rms_norm"]) and only_user(term) is not None and len(shape(term)) == 2:
-                x, weight, eps = term.args
-                replace(node, OPS["rms_norm_add"], (x, residual, weight, eps))
+            norm = RmsNorm.match(term)
+            if norm is not None and only_user(term) is not None and len(shape(term)) == 2:
+                replace_with(node, RmsNormAdd(norm.x, residual, norm.weight, norm.eps))
                 count += 1
                 break
     return PassResult(count)
 
 
-def _single_use_linear(node: Any) -> bool:
-    return is_call(node, OPS["linear"]) and only_user(node) is not None
+def _single_use_linear(node: Any) -> Linear | None:
+    linear = Linear.match(node)
+    return linear if linear is not None and only_user(node) is not None else None

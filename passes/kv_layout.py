@@ -12,6 +12,7 @@ from torch import fx
 
 from llmc.errors import UserError
 from llmc.kernels.dialect import OPS
+from llmc.kernels.ops import Attention
 from llmc.passes.match import calls, shape
 from llmc.passes.result import PassContext, PassResult
 
@@ -44,13 +45,14 @@ class KVSlot:
 def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     layers = []
     for node in calls(graph, OPS["attention"]):
-        _, heads, dim = shape(node.args[1])
-        query_heads = shape(node.args[0])[1]
+        attention = Attention.of(node)
+        _, heads, dim = shape(attention.k)
+        query_heads = shape(attention.q)[1]
         if dim % 8 or dim > 512 or query_heads % heads:
             raise UserError(
                 f"attention at {node.meta.get('path')}: {query_heads} query heads over {heads} KV heads of size {dim};"
                 " the head size must be a multiple of 8 up to 512, and the KV heads must divide the query heads"
             )
-        node.meta["kv"] = KVSlot(node.args[9], heads, dim, ctx.kv_dtype)
-        layers.append(node.args[9])
+        node.meta["kv"] = KVSlot(attention.layer, heads, dim, ctx.kv_dtype)
+        layers.append(attention.layer)
     return PassResult(len(layers))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from llmc.kernels.dialect import OPS
-from llmc.passes.match import aten, calls, replace, weight
+from llmc.kernels.ops import Linear
+from llmc.passes.match import aten, calls, replace_with, weight
 from llmc.passes.result import PassContext, PassResult
 
 
@@ -16,6 +16,6 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
         if weight(w) is None or (bias is not None and weight(bias) is None):
             skipped.append((node.name, "its matrix is not a weight"))
             continue
-        replace(node, OPS["linear"], (x, w, bias, None, "none", False, "f32"))
+        replace_with(node, Linear(x, w, bias))
         count += 1
     return PassResult(count, skipped)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from llmc.kernels.weights import WeightRef
+from llmc.kernels.ops import OpView
+from llmc.kernels.weights import WeightRef, weight_name
 
 aten = torch.ops.aten
 
@@ -80,19 +81,23 @@ def replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
     return new
 
 
-def add_weight(graph: fx.Graph, ref: WeightRef) -> fx.Node:
-    """The placeholder of a weight recipe, new or the one that is there already."""
-    last = None
-    for node in graph.nodes:
-        if node.op != "placeholder":
-            break
-        if node.meta.get("weight") == ref:
-            return node
-        last = node
-    assert last is not None
-    with graph.inserting_after(last):
-        name = "w_" + "".join(c if c.isalnum() else "_" for c in ref.describe())[:80]
-        new = graph.placeholder(name)
-    new.meta["weight"] = ref
-    new.meta["shape"] = ref.shape
-    return new
+def replace_with(node: fx.Node, op: OpView) -> fx.Node:
+    """`replace` by an op of the dialect."""
+    return replace(node, op.target, op.args)
+
+
+class WeightNodes:
+    """The placeholders of a graph's weights by recipe; one for a pass that adds some."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        placeholders = graph.find_nodes(op="placeholder")
+        self._graph, self._last = graph, placeholders[-1]
+        self._nodes = {node.meta["weight"]: node for node in placeholders if "weight" in node.meta}
+
+    def add(self, ref: WeightRef) -> fx.Node:
+        """The placeholder of a recipe, new or the one that is there already."""
+        if ref not in self._nodes:
+            with self._graph.inserting_after(self._last):
+                self._last = self._nodes[ref] = self._graph.placeholder(weight_name(ref))
+            self._last.meta |= {"weight": ref, "shape": ref.shape}
+        return self._nodes[ref]

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import fx
 
-from llmc.kernels.dialect import OPS
-from llmc.passes.match import aten, calls, commuted, is_call, is_vector, only_user, replace, scalar, shape
+from llmc.kernels.ops import LayerNorm, RmsNorm
+from llmc.passes.match import aten, calls, commuted, is_call, is_vector, only_user, replace_with, scalar, shape
 from llmc.passes.result import PassContext, PassResult
 
 
@@ -31,14 +31,14 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
         if user is not None and is_call(user, aten.mul.Tensor):
             weight = next((b for a, b in commuted(user) if a is product and is_vector(b)), None)
             last = user if weight is not None else product
-        replace(last, OPS["rms_norm"], (x, weight, eps))
+        replace_with(last, RmsNorm(x, weight, eps))
         count += 1
     for node in calls(graph, aten.layer_norm.default):
         x, dims, weight, bias, eps = (*node.args, None, None, 1e-5)[:5] if len(node.args) < 5 else node.args[:5]
         if list(dims) != [shape(x)[-1]]:
             skipped.append((node.name, "it normalises over more than the last dimension"))
             continue
-        replace(node, OPS["layer_norm"], (x, weight, bias, eps))
+        replace_with(node, LayerNorm(x, weight, bias, eps))
         count += 1
     return PassResult(count, skipped)
 

@@ -1,7 +1,7 @@
 """Chooses how every weight is stored and multiplied.
 
-linear(…, format="f32")  ->  linear(…, format=body_format); the head (it makes the logits) gets head_format
-embed(tokens, …)         ->  head_format, so that a tied table is stored once; position tables stay float32
+linear(…, format=f32)  ->  linear(…, format=body_format); the head (it makes the logits) gets head_format
+embed(tokens, …)       ->  head_format, so that a tied table is stored once; position tables stay float32
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import fx
 
 from llmc.kernels.dialect import OPS
-from llmc.kernels.quant import stored_format
+from llmc.kernels.formats import F32
+from llmc.kernels.ops import Embed, Linear
 from llmc.passes.match import calls
 from llmc.passes.result import PassContext, PassResult
 
@@ -17,16 +18,17 @@ from llmc.passes.result import PassContext, PassResult
 def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     count, skipped = 0, []
     for node in calls(graph, OPS["linear"]):
-        is_head = _reads_rows(node.args[0])
-        format = ctx.head_format if is_head else ctx.body_format
-        node.args = (*node.args[:6], format)
-        count += format != "f32"
+        linear = Linear.of(node)
+        format = ctx.head_format if _reads_rows(linear.x) else ctx.body_format
+        node.args = linear.evolve(format=format).args
+        count += format is not F32
     for node in calls(graph, OPS["embed"]):
-        if node.args[0].name != "tokens":
+        embed = Embed.of(node)
+        if embed.ids.name != "tokens":
             skipped.append((node.name, "a position table stays float32"))
             continue
-        node.args = (*node.args[:4], stored_format(ctx.head_format))
-        count += ctx.head_format != "f32"
+        node.args = embed.evolve(format=ctx.head_format.stored).args
+        count += ctx.head_format is not F32
     return PassResult(count, skipped)
 
 

@@ -7,17 +7,19 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from llmc.kernels.formats import F32, Format
+
 
 @dataclass(frozen=True)
 class PassContext:
     """What a pass may depend on besides the graph.
 
-    body_format / head_format: how linears, and the head and token embedding, are stored and multiplied ("f32", "bf16",
-    "w8", "w4", "w8a16", "w4a16"). kv_dtype: "f32", "bf16" or "int8".
+    body_format / head_format: how linears, and the head and token embedding, are stored and multiplied.
+    kv_dtype: "f32", "bf16" or "int8".
     """
 
-    body_format: str = "f32"
-    head_format: str = "f32"
+    body_format: Format = F32
+    head_format: Format = F32
     kv_dtype: str = "f32"
 
 

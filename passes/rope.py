@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from llmc.kernels.dialect import OPS
-from llmc.passes.match import aten, calls, commuted, constant, is_call, last_dim_slice, replace, scalar, shape
+from llmc.kernels.ops import Rope, RopeTable
+from llmc.passes.match import aten, calls, commuted, constant, is_call, last_dim_slice, replace_with, scalar, shape
 from llmc.passes.result import PassContext, PassResult
 
 
@@ -29,11 +29,12 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
         if (inv_freq, scale) not in tables:
             first = next(n for n in graph.nodes if n.op == "call_function")
             positions = next(n for n in graph.nodes if n.name == "positions")
+            view = RopeTable(positions, inv_freq, scale)
             with graph.inserting_before(first):
-                table = graph.call_function(OPS["rope_table"], (positions, inv_freq, scale))
+                table = graph.call_function(view.target, view.args)
             table.meta["path"] = "rotary embedding"
             tables[inv_freq, scale] = table
-        new = replace(node, OPS["rope"], (x, tables[inv_freq, scale]))
+        new = replace_with(node, Rope(x, tables[inv_freq, scale]))
         _absorb_pass_through(new)
         count += 1
     return PassResult(count, skipped)
@@ -88,15 +89,16 @@ def _table_side(node: Any, function: Any) -> tuple[fx.Node, float] | None:
     return None
 
 
-def _absorb_pass_through(rope: fx.Node) -> None:
+def _absorb_pass_through(node: fx.Node) -> None:
     """cat(rope(x[:rot]), x[rot:]) is rope of the whole x."""
-    sliced = last_dim_slice(rope.args[0])
-    for user in list(rope.users):
+    rope = Rope.of(node)
+    sliced = last_dim_slice(rope.x)
+    for user in list(node.users):
         if sliced is None or not is_call(user, aten.cat.default) or len(user.args[0]) != 2:
             continue
         x, lo, rot = sliced
         if lo == 0 and last_dim_slice(user.args[0][1]) == (x, rot, shape(x)[-1]):
-            user.replace_all_uses_with(rope)
-            rope.args = (x, rope.args[1])
-            rope.meta["shape"] = shape(x)
+            user.replace_all_uses_with(node)
+            node.args = rope.evolve(x=x).args
+            node.meta["shape"] = shape(x)
             user.graph.erase_node(user)

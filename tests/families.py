@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from llmc.kernels.weights import Stored
+
 VOCAB = 211
 _DIMS = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -50,6 +52,11 @@ def tiny_model(family: str, **overrides: Any) -> Any:
         if parameter.ndim == 1:
             parameter.data += torch.randn_like(parameter) * 0.2
     return model
+
+
+def own_weights(model: Any) -> dict[str, Stored]:
+    """Recipes for a model whose checkpoint names and shapes its tensors as the model does."""
+    return {name: Stored(tuple(value.shape), name) for name, value in model.state_dict().items()}
 
 
 def save_checkpoint(model: Any, directory: Path) -> Path:

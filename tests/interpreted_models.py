@@ -15,15 +15,16 @@ from tiny_engines import PRECISIONS, imported
 from llmc.codegen.triton.launch import GpuProgram
 from llmc.codegen.triton.select import select_launches
 from llmc.codegen.weights import WeightTable
+from llmc.kernels.formats import W4A16, W8, W8A16
 from llmc.kernels.interpret import run_graph
 from llmc.passes.pipeline import run_pipeline
 from llmc.passes.result import PassContext
 from llmc.runtime.batch import Float32
 from llmc.runtime.cuda.executor import CudaConfig, CudaExecutor
 
-GPU_PRECISIONS = PRECISIONS | {"int8 weight-only": ("w8a16", "w8a16", "bf16"),
-                               "int4 weight-only": ("w4a16", "w8a16", "bf16"),
-                               "int8, int8 KV": ("w8", "w8", "int8")}  # fmt: skip
+GPU_PRECISIONS = PRECISIONS | {"int8 weight-only": (W8A16, W8A16, "bf16"),
+                               "int4 weight-only": (W4A16, W8A16, "bf16"),
+                               "int8, int8 KV": (W8, W8, "int8")}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from tiny_engines import lowered
 
 from llmc import bench as benching
 from llmc.bench import BenchOptions, Case, run_bench
-from llmc.bench_cost import step_cost
+from llmc.bench_cost import step_work
 from llmc.bench_report import phase_group, profile_groups
 from llmc.cli import main
 from llmc.codegen.cpu.compile import compile_unit
+from llmc.codegen.cpu.phases import phase_lines
 from llmc.codegen.plan_writer import PlanWriter
 from llmc.errors import UserError
 from llmc.files import replace_file
@@ -144,11 +145,8 @@ _PROFILED = [Case("prefill", 1, 40), Case("decode", 1, 20, 2), Case("decode", 3,
 
 
 def _bytes(shapes: list[Any]) -> float:
-    source = lowered("llama", "int8").source
-    text = source[source.index("llmc_phases()") :].split("}")[0]
-    lines = [json.loads(line.split(' "\\n"')[0].strip()) for line in text.splitlines()[1:] if line.strip()]
-    phases = parse_phases("\n".join(lines))
-    return sum(step_cost(phases, shape).bytes for shape in shapes)
+    phases = parse_phases("\n".join(phase_lines(lowered("llama", "int8").program)))
+    return sum(step_work(phases, shape).bytes for shape in shapes)
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ _GPU = CudaTarget(SM_80, 80, 1, False, "a GPU of round figures", 1, 1e9, 1e12, 2
 
 
 def _call(when: str, rows: str, variants: list[Any], **cost: Any) -> dict[str, Any]:
-    zero = {"fixed_bytes": 0, "row_bytes": 0, "row_ops": 0, "context_bytes": 0, "context_ops": 0, "unit": "half"}
-    return {"op": "x", "when": when, "rows": rows, "variants": variants, "cost": zero | cost}
+    cost |= {"arithmetic": "float16"}
+    return {"op": "x", "when": when, "rows": rows, "variants": variants, "cost": cost}
 
 
 def test_estimates_are_bytes_over_bandwidth_or_operations_over_rate() -> None:
@@ -105,10 +105,10 @@ def test_estimates_are_bytes_over_bandwidth_or_operations_over_rate() -> None:
     header = {
         "kernels": [{"op": "small"}, {"op": "large"}, {"op": "other"}, {"op": "decode"}, {"op": "prefill"}],
         "calls": [
-            _call("always", "T", both, fixed_bytes=1000, row_bytes=10, row_ops=100_000),
-            _call("always", "T", both, fixed_bytes=1000, row_bytes=10, row_ops=100_000),
-            _call("decode", "T", [{"max": None, "kernels": [3]}], context_bytes=8, context_ops=1),
-            _call("prefill", "T", [{"max": None, "kernels": [4]}], context_ops=1_000_000),
+            _call("always", "T", both, weight_bytes=1000, activation_bytes=10, macs=50_000),
+            _call("always", "T", both, weight_bytes=1000, activation_bytes=10, macs=50_000),
+            _call("decode", "T", [{"max": None, "kernels": [3]}], kv_bytes=8, attention_macs=1),
+            _call("prefill", "T", [{"max": None, "kernels": [4]}], attention_macs=500_000),
         ],
     }
     small, large, decode, prefill = kernel_estimates(header, _GPU)
@@ -116,7 +116,7 @@ def test_estimates_are_bytes_over_bandwidth_or_operations_over_rate() -> None:
     assert small.seconds == pytest.approx(16 * 100_000 / 1e12)
     assert (large.rows, large.bound) == (PROMPT, "compute")
     assert (decode.rows, decode.bound, decode.seconds) == (1, "memory", pytest.approx(CONTEXT * 8 / 1e9))
-    assert prefill.seconds == pytest.approx(PROMPT * (PROMPT // 2) * 1e6 / 1e12)
+    assert prefill.seconds == pytest.approx(PROMPT * (PROMPT + 1) / 2 * 1e6 / 1e12)
     one = step_seconds(header, _GPU, 1, 1, prompt=False)
     assert one == pytest.approx(2 * (1010 / 1e9) + CONTEXT * 8 / 1e9)
     assert step_seconds(header, _GPU, PROMPT, 1, prompt=True) == pytest.approx(2 * large.seconds + prefill.seconds)

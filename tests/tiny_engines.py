@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import copy
 import mmap
-import re
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import numpy as np
-from families import tiny_config, tiny_model
+from families import own_weights, tiny_config, tiny_model
 from torch import fx
 
-from llmc.build import FORMATS
+from llmc.build import PRECISIONS as BUILT
 from llmc.codegen.cpu.compile import compile_unit
-from llmc.codegen.cpu.emit import emit_unit
+from llmc.codegen.cpu.emit import call_text, emit_unit
 from llmc.codegen.cpu.program import Program, select_kernels
 from llmc.frontend.export import build_meta_model, export_model
 from llmc.frontend.tokens_major import import_graph
+from llmc.kernels.formats import F32, W4, W8
 from llmc.kernels.weights import Reader
 from llmc.passes.pipeline import run_pipeline
 from llmc.passes.result import PassContext
@@ -30,10 +30,9 @@ from llmc.runtime.executor import CpuExecutor, ExecutorConfig
 from llmc.runtime.targets import parse_target
 
 GREEDY = RowSampling(temperature=0.0)
-PRECISIONS = FORMATS | {"int8, float32 KV": ("w8", "w8", "f32"), "int4, float32 KV": ("w4", "w8", "f32"),
-                        "fp32, int8 KV": ("f32", "f32", "int8")}  # fmt: skip
+PRECISIONS = BUILT | {"int8, float32 KV": (W8, W8, "f32"), "int4, float32 KV": (W4, W8, "f32"),
+                      "fp32, int8 KV": (F32, F32, "int8")}  # fmt: skip
 """With float32 keys and values a quantised engine computes what the dialect's reference does, to the last bits."""
-_NAMES = re.compile(r"\b[A-Za-z_]\w*\b")
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def imported(family: str) -> tuple[fx.Graph, Reader]:
     model = tiny_model(family)
     values = {k: v.detach().numpy() for k, v in model.state_dict().items()}
     meta = build_meta_model(tiny_config(family))
-    graph = import_graph(export_model(meta), {name: name for name in meta.state_dict()})
+    graph = import_graph(export_model(meta), own_weights(meta))
     return graph, lambda name, start, stop: values[name][start:stop]
 
 
@@ -139,7 +138,7 @@ def _barriers(program: Program, few: bool) -> dict[int, int]:
 
 
 def check_schedule(program: Program) -> None:
-    """What every program must hold, worked out from the text of its calls alone.
+    """What every program must hold, worked out from its calls alone.
 
     Between two barriers a value is read only by kernels that keep to the rows of their own thread, or by the thread
     that made all of it for itself; a buffer lives from its write to its last read; buffers that live together do not
@@ -149,23 +148,23 @@ def check_schedule(program: Program) -> None:
     written: dict[str, Any] = {}
     barriers = {few: _barriers(program, few) for few in (False, True)}
     for call in program.calls:
-        kernel = call.text.split("<")[0].split("(")[0]
-        operands = [n for n in _NAMES.findall(call.text.split("(", 1)[1]) if n in buffers]
-        out = operands.pop() if kernel not in ("kv_write", "sample") else None
+        text = call_text(call)
+        operands, out = [b.name for b in call.reads], call.output.name if call.output is not None else None
+        assert (out is None) == (call.kernel in ("kv_write", "sample"))
         for name in operands:
-            assert name in written, f"{call.text} reads {name} before it is written"
+            assert name in written, f"{text} reads {name} before it is written"
             made = written[name]
             assert made.private == buffers[name].private
             by_rows = made.partition == call.partition != "columns"
-            assert barriers[False][made.phase] < barriers[False][call.phase] or by_rows, call.text
+            assert barriers[False][made.phase] < barriers[False][call.phase] or by_rows, text
             own = made.private and (call.private or call.partition == "columns")
-            assert barriers[True][made.phase] < barriers[True][call.phase] or own or by_rows > call.private, call.text
-            assert own or not made.private, call.text
-            assert buffers[name].first <= made.epoch and call.epoch <= buffers[name].last, call.text
+            assert barriers[True][made.phase] < barriers[True][call.phase] or own or by_rows > call.private, text
+            assert own or not made.private, text
+            assert buffers[name].first <= made.epoch and call.epoch <= buffers[name].last, text
         if out is not None:
-            assert out not in written and out not in operands, f"{call.text} overwrites its operand"
-            assert buffers[out].first <= call.epoch <= buffers[out].last, call.text
-            assert f"({'own_' + buffers[out].domain if call.private else 'par'}, " in call.text
+            assert out not in written and out not in operands, f"{text} overwrites its operand"
+            assert buffers[out].first <= call.epoch <= buffers[out].last, text
+            assert f"({'own_' + buffers[out].domain if call.private else 'par'}, " in text
             written[out] = call
     assert written.keys() == buffers.keys()
     for a in program.buffers:

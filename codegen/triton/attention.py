@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from llmc.codegen.triton.emitter import Emitter
-from llmc.codegen.triton.launch import Arg, Buffer, Cost, KVLayer, pow2
+from llmc.codegen.triton.launch import Arg, Buffer, KVLayer, pow2
 from llmc.codegen.values import Value
 from llmc.errors import UserError
-from llmc.kernels.dialect import OPS
+from llmc.kernels.ops import Attention, Rope
 from llmc.passes.kv_layout import KVSlot
-from llmc.passes.match import is_call
 
 PAGE = 16
 BLOCK = 64
@@ -26,18 +26,20 @@ def fusible_ropes(graph: fx.Graph) -> set[fx.Node]:
     """The rotations of queries and keys that only their attention layer reads: `rope_kv_write` does them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if not is_call(node, OPS["attention"]):
+        attention = Attention.match(node)
+        if attention is None:
             continue
-        q, k = node.args[:2]
-        both = all(is_call(x, OPS["rope"]) and list(x.users) == [node] for x in (q, k))
-        if both and q.args[1] is k.args[1]:
-            found |= {q, k}
+        q, k = Rope.match(attention.q), Rope.match(attention.k)
+        if q is None or k is None or q.table is not k.table:
+            continue
+        if all(list(x.users) == [node] for x in (attention.q, attention.k)):
+            found |= {attention.q, attention.k}
     return found
 
 
 def emit_attention(out: Emitter, node: fx.Node, fused: set[fx.Node]) -> None:
     """Raises UserError for a head size or group that the kernels cannot do."""
-    *_, sinks, scale, window, softcap, _ = node.args
+    op = Attention.of(node)
     slot: KVSlot = node.meta["kv"]
     heads = node.meta["shape"][1]
     _check(slot, heads, out.path)
@@ -49,29 +51,27 @@ def emit_attention(out: Emitter, node: fx.Node, fused: set[fx.Node]) -> None:
     native = ("half", "q8") if slot.head_dim % 32 == 0 else ("half",)
     y = out.new(node, "tokens", native)
     shape = {"HQ": heads, "HKV": slot.heads, "D": slot.head_dim, "DP": _padded(slot)}
-    math = {"SCALE": float(scale), "WINDOW": int(window), "SOFTCAP": float(softcap), "HALF": _half(out, slot)}
+    math = {"SCALE": float(op.scale), "WINDOW": int(op.window), "SOFTCAP": float(op.softcap), "HALF": _half(out, slot)}
     batch = {name: ("*i32", ("batch", name)) for name in _BATCH}
     read = {"q": (out.pointer(queries.form), out.place(queries))} | kv
-    tail = out.vector(sinks, "sinks") | out.outputs(y)
+    tail = out.vector(op.sinks, "sinks") | out.outputs(y)
     label, kind = f"{heads}/{slot.heads}x{slot.head_dim} {slot.dtype}", f"attention {slot.head_dim}"
-    per_key = slot.page_bytes // PAGE
-    work = Cost(row_bytes=queries.size + y.size, context_ops=4 * heads * slot.head_dim, unit=_unit(slot))
+    cost = replace(out.costs[node], activation_bytes=queries.size + y.size)
 
     tiles = _tile_table(out, heads // slot.heads)
     prefill = {"tiles": ("*i32", ("batch", f"tiles{tiles}"))} | {k: batch[k] for k in ("positions", "starts", "tables")}
     out.emit(
         f"attention prefill {label}", "attention.attention_prefill", read | tail | prefill,
         shape | math | {"TILES": 6 + tiles, "OUT": y.form}, y, [queries], ((f"tiles{tiles}", 1), slot.heads),
-        tiles=kind, when="prefill", cost=work,
+        tiles=kind, when="prefill", cost=cost,
     )  # fmt: skip
     decode = {"partials": ("*fp32", ("partials",))} | {k: batch[k] for k in _BATCH if k != "seqs"}
     out.emit(
         f"attention decode {label}", "attention.attention_decode", read | decode, shape | math, None, [queries],
-        (("programs", 1),), tiles=kind, when="decode",
-        cost=Cost(0, queries.size, 0, per_key, work.context_ops, work.unit),
+        (("programs", 1),), tiles=kind, when="decode", cost=replace(cost, activation_bytes=queries.size),
     )  # fmt: skip
     combine = {k: v for k, v in decode.items() if k != "tables"}
-    constants = {k: v for k, v in shape.items() if k != "HKV"} | {"WINDOW": int(window), "OUT": y.form, "STAGES": 4}
+    constants = {k: v for k, v in shape.items() if k != "HKV"} | {"WINDOW": int(op.window), "OUT": y.form, "STAGES": 4}
     out.emit(
         f"attention combine {label}", "attention.attention_combine", combine | tail, constants, y, [],
         (("D", 1), heads), tiles="warp", when="decode",
@@ -80,11 +80,12 @@ def emit_attention(out: Emitter, node: fx.Node, fused: set[fx.Node]) -> None:
 
 def _write(out: Emitter, node: fx.Node, slot: KVSlot, kv: dict[str, tuple[str, Arg]], fused: set[fx.Node]) -> Buffer:
     """Rotates the queries into the type of the product, and writes keys and values; returns the queries' buffer."""
-    q, k, v = node.args[:3]
+    op = Attention.of(node)
+    q, k, v = op.q, op.k, op.v
     table: Value[Buffer] | None = None
     if q in fused:
-        table = out.values[q.args[1]]
-        q, k = q.args[0], k.args[0]
+        table = out.values[Rope.of(q).table]
+        q, k = Rope.of(q).x, Rope.of(k).x
     values = [out.values[x] for x in (q, k, v)]
     heads = node.meta["shape"][1]
     form = "f32" if slot.dtype == "f32" else "half"
@@ -139,10 +140,6 @@ def _padded(slot: KVSlot) -> int:
 
 def _half(out: Emitter, slot: KVSlot) -> str:
     return "fp32" if slot.dtype == "f32" else out.half
-
-
-def _unit(slot: KVSlot) -> str:
-    return "float" if slot.dtype == "f32" else "half"
 
 
 def _tile_table(out: Emitter, group: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc.codegen.triton.launch import Launch
+from llmc.kernels.formats import F32, Format, find_format
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class Bucket:
     configs: tuple[Config, ...]
 
 
-_INTEGER = ("w8", "w4")
 _SAMPLE_WARPS = {"stats": 4, "adjust": 8, "rows": 16}
 _ASYNC_MMA = (90, 100)
 """Capabilities whose tensor cores take 64 rows at a time (wgmma, tcgen05): the floor of BN for floating products."""
@@ -41,7 +41,7 @@ def buckets(launch: Launch, capability: int) -> tuple[Bucket, ...]:
     """The configurations of a launch on a compute capability, e.g. 90."""
     kind, _, detail = launch.tiles.partition(" ")
     if kind == "linear":
-        return _linear(detail, bool(launch.constants["GATED"]), capability)
+        return _linear(find_format(detail), bool(launch.constants["GATED"]), capability)
     if kind == "attention":
         return (Bucket(None, _attention(int(detail), launch.function.endswith("prefill"), capability)),)
     if kind == "warp":
@@ -57,16 +57,16 @@ def _tile(bn: int, bt: int, warps: int, stages: int, bk: int = 64, widen: bool =
     return Config({"BN": bn, "BT": bt, "BK": bk, "WIDEN": widen, "STAGES": stages}, warps, stages)
 
 
-def _linear(format: str, gated: bool, capability: int) -> tuple[Bucket, ...]:
+def _linear(format: Format, gated: bool, capability: int) -> tuple[Bucket, ...]:
     """Few tokens: narrow tiles, deep pipelines, as the weights' bytes decide. Many: tiles that fill tensor cores."""
-    if format == "f32":
+    if format is F32:
         few = (_tile(64, 16, 4, 3, 32), _tile(64, 16, 4, 2, 32))
         return (Bucket(16, few), Bucket(None, (_tile(64, 32, 4, 2, 32), _tile(64, 32, 8, 2, 32))))
-    free = format in _INTEGER or capability not in _ASYNC_MMA
+    free = format.integer_products or capability not in _ASYNC_MMA
     few = (_tile(64, 16, 4, 4), _tile(32, 16, 2, 6) if free else _tile(64, 16, 4, 6))
     some = (_tile(64, 64, 4, 3), _tile(128, 32, 4, 3))
     many: tuple[Config, ...]
-    if format in _INTEGER:
+    if format.integer_products:
         many = (_tile(128, 64, 8, 3), _tile(64, 64, 4, 3))
         if capability == 100:  # its integer tensor cores are slow; the products are exact in 16-bit floats too
             many = (_tile(64, 64, 8, 2, widen=True), *many)

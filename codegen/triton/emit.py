@@ -94,8 +94,8 @@ class _Archive:
             {"max": bucket.limit, "kernels": self.usable(launch, bucket)} for bucket in buckets(launch, self.capability)
         ]
         return {
-            "op": launch.op, "path": launch.path, "rows": launch.rows, "when": launch.when, "variants": variants,
-            "args": [self.resolve(arg) for _, _, arg in launch.args], "cost": vars(launch.cost),
+            "op": launch.op, "path": launch.path, "rows": launch.cost.rows, "when": launch.when, "variants": variants,
+            "args": [self.resolve(arg) for _, _, arg in launch.args], "cost": launch.cost.fields(),
         }  # fmt: skip
 
     def usable(self, launch: Launch, bucket: Bucket) -> list[int]:

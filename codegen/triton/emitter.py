@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from llmc.codegen.triton.launch import Arg, Buffer, Cost, Dim, GpuProgram, Launch, pow2, round_up
+from llmc.codegen.cost import node_costs
+from llmc.codegen.triton.launch import ACTIVATIONS, Arg, Buffer, Dim, GpuProgram, Launch, pow2, round_up
 from llmc.codegen.triton.signature import parameters
 from llmc.codegen.triton.weights import DeviceMatrix, DeviceWeights
 from llmc.codegen.values import Value
 from llmc.codegen.weights import WeightTable
 from llmc.errors import UserError
-from llmc.kernels.dialect import OPS
-from llmc.kernels.quant import stored_format
+from llmc.kernels.formats import F32, Format
+from llmc.kernels.ops import Linear
 from llmc.passes.match import aten, is_call
+from llmc.runtime.cost import Cost
 
 Args = dict[str, tuple[str, Arg]]
 """Parameter name -> (pointer type, where it points)."""
 MAX_ROW = 32768
 """Elements of a row that one program holds in registers."""
-_FORMS = {"f32": "f32", "bf16": "half", "w8a16": "half", "w4a16": "half", "w8": "q8", "w4": "q8"}
 """Format of a linear -> form of its input."""
 
 
@@ -41,6 +43,7 @@ class Emitter:
         self.values: dict[fx.Node, Value[Buffer]] = {}
         self.forms: dict[tuple[fx.Node, str], Buffer] = {}
         self.needs = needed_forms(graph)
+        self.costs = node_costs(graph)
         self.path = ""
         self.result = next(root(n.args[0]) for n in graph.nodes if n.op == "output")
 
@@ -116,9 +119,9 @@ class Emitter:
         entry = self.table.constant(meta["constant"]) if "constant" in meta else self.table.vector(meta["weight"])
         return {name: ("*fp32", self.weights.vector(entry))}
 
-    def matrix(self, node: fx.Node, format: str, gated: bool) -> tuple[DeviceMatrix, Args]:
+    def matrix(self, node: fx.Node, format: Format, gated: bool) -> tuple[DeviceMatrix, Args]:
         """A stored matrix, and the arguments w and ws."""
-        matrix = self.weights.matrix(self.table.matrix(node.meta["weight"], stored_format(format), gated))
+        matrix = self.weights.matrix(self.table.matrix(node.meta["weight"], format, gated))
         words: Args = {"ws": ("*i32", matrix.words)} if matrix.words is not None else {}
         return matrix, {"w": (matrix.pointer, matrix.data), **words}
 
@@ -132,29 +135,27 @@ class Emitter:
         reads: list[Buffer],
         grid: tuple[Dim, ...] | None = None,
         *,
-        rows: str = "",
         tiles: str = "row",
         when: str = "always",
-        cost: Cost | None = None,
+        cost: Cost = ACTIVATIONS,
     ) -> None:
         """Appends a launch; `grid` is one program per row if not given. Parameters that are neither in `args` nor in
-        `constants` are absent pointers."""
+        `constants` are absent pointers. The activations of `cost` are what it reads and writes, if it does not say."""
         at = len(self.program.launches)
         for buffer in reads:
             buffer.last = at
         if output is not None:
             output.last = at
-        rows = rows or ("R" if output is not None and output.domain != "tokens" else "T")
-        if cost is None:
-            cost = Cost(row_bytes=sum(b.size for b in reads) + (output.size if output is not None else 0))
+        if not cost.activation_bytes:
+            cost = replace(cost, activation_bytes=sum(b.size for b in (*reads, *([output] if output else []))))
+        if output is not None:
+            cost = replace(cost, rows="T" if output.domain == "tokens" else "R")
         args = {**args, "meta": ("*i32", ("batch", "meta"))}
         names = parameters(function)
         if unknown := args.keys() - set(names):
             raise KeyError(f"{function} has no parameters {sorted(unknown)}")
         ordered = tuple((name, *args[name]) for name in names if name in args)
-        launch = Launch(
-            op, function, ordered, dict(constants), grid or ((rows, 1),), self.path, tiles, rows, when, cost
-        )
+        launch = Launch(op, function, ordered, dict(constants), grid or ((cost.rows, 1),), self.path, tiles, when, cost)
         self.program.launches.append(launch)
 
 
@@ -170,6 +171,11 @@ def root(node: fx.Node) -> fx.Node:
     return node
 
 
+def operand_form(format: Format) -> str:
+    """The form of activations that a product with weights of a format reads."""
+    return "q8" if format.integer_products else "f32" if format is F32 else "half"
+
+
 def needed_forms(graph: fx.Graph) -> dict[fx.Node, set[str]]:
     """In which forms the users of every value read it."""
     needs: dict[fx.Node, set[str]] = {}
@@ -177,8 +183,9 @@ def needed_forms(graph: fx.Graph) -> dict[fx.Node, set[str]]:
         for used in node.all_input_nodes:
             if is_call(node, aten.view.default):
                 continue
-            is_input = is_call(node, OPS["linear"]) and used is node.args[0]
-            needs.setdefault(root(used), set()).add(_FORMS[node.args[6]] if is_input else "f32")
-            if is_input and used is node.args[3]:  # its own residual too
+            linear = Linear.match(node)
+            is_input = linear is not None and used is linear.x
+            needs.setdefault(root(used), set()).add(operand_form(linear.format) if linear and is_input else "f32")
+            if linear is not None and is_input and used is linear.residual:
                 needs[root(used)].add("f32")
     return needs

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmc.runtime.cost import Cost
+
 Arg = tuple[str | int, ...]
 """Where an argument points, as the archive writes it: ("tokens", bytes per row), ("weight", offset), …"""
 Dim = int | tuple[str, int | str]
@@ -17,17 +19,8 @@ Dim = int | tuple[str, int | str]
 POINTER_BYTES = {"*i8": 1, "*u8": 1, "*i16": 2, "*fp16": 2, "*bf16": 2, "*i32": 4, "*fp32": 4}
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What a launch must move and compute, for the roofline: bytes whatever the batch, and per row; operations per row
-    in `unit` ("half", "int8", "float"); and per row and position of context (attention)."""
-
-    fixed_bytes: int = 0
-    row_bytes: int = 0
-    row_ops: int = 0
-    context_bytes: int = 0
-    context_ops: int = 0
-    unit: str = "float"
+ACTIVATIONS = Cost()
+"""Of a launch that reads and writes activations alone."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +29,8 @@ class Launch:
 
     op: label for people. function: "module.function" in kernels/triton. args: every parameter that is a pointer, in the
     kernel's order: (name, pointer type, where it points). constants: all others except those of the configuration.
-    tiles: which table of configs.py gives them. rows: "T" or "R", what the step's size is counted in.
-    when: "always", "decode", "prefill", "adjust".
+    tiles: which table of configs.py gives them. when: "always", "decode", "prefill", "adjust". cost: see
+    codegen/cost.py; its rows are what the step's size is counted in.
     """
 
     op: str
@@ -47,9 +40,8 @@ class Launch:
     grid: tuple[Dim, ...]
     path: str
     tiles: str = "row"
-    rows: str = "T"
     when: str = "always"
-    cost: Cost = Cost()
+    cost: Cost = ACTIVATIONS
 
 
 @dataclass

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from llmc.codegen.triton.emitter import Args, Emitter
-from llmc.codegen.triton.launch import Arg, Cost, pow2
+from llmc.codegen.triton.launch import Arg, pow2
+from llmc.runtime.cost import Cost
 
 MAX_CHUNKS = 64
 """Pieces of a row in `stats`; equal to MAX_CHUNKS of kernels/triton/sampling.py."""
@@ -19,19 +20,19 @@ def emit_sampling(out: Emitter, vocab: int) -> None:
     outputs: dict[str, tuple[str, Arg]] = {
         "out_tokens": ("*i32", ("out", "tokens")), "out_logprobs": ("*fp32", ("out", "logprobs")),
     }  # fmt: skip
-    row = Cost(row_bytes=4 * vocab)
+    row = Cost("R", activation_bytes=4 * vocab)
     constants = {"V": vocab, "CHUNK": chunk}
     out.emit(
         f"sample stats {vocab}", "sampling.sample_stats", logits | stats, constants, None, [],
-        (("R", 1), -(-vocab // chunk)), rows="R", tiles="sample stats", cost=row,
+        (("R", 1), -(-vocab // chunk)), tiles="sample stats", cost=row,
     )  # fmt: skip
     out.emit(
         f"adjust logits {vocab}", "sampling.adjust_logits",
         logits | adjusted | {n: batch[n] for n in ("sampling", "extra")}, {"V": vocab}, None, [],
-        (("R", 1), (f"={vocab}", "BLOCK")), rows="R", tiles="sample adjust", when="adjust", cost=row,
+        (("R", 1), (f"={vocab}", "BLOCK")), tiles="sample adjust", when="adjust", cost=row,
     )  # fmt: skip
     read = {n: batch[n] for n in ("sampling", "positions", "rows")}
     out.emit(
         f"sample {vocab}", "sampling.sample_rows", logits | adjusted | stats | read | outputs,
-        constants, None, [], (("R", 1),), rows="R", tiles="sample rows", cost=row,
+        constants, None, [], (("R", 1),), tiles="sample rows", cost=row,
     )  # fmt: skip

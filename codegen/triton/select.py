@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from llmc.codegen.memory import place_buffers
 from llmc.codegen.triton.attention import emit_attention, fusible_ropes
-from llmc.codegen.triton.emitter import MAX_ROW, Emitter, count
-from llmc.codegen.triton.launch import Cost, GpuProgram, pow2
+from llmc.codegen.triton.emitter import MAX_ROW, Emitter, count, operand_form
+from llmc.codegen.triton.launch import GpuProgram, pow2
 from llmc.codegen.triton.sampling import emit_sampling
 from llmc.codegen.weights import WeightTable
 from llmc.errors import UserError
-from llmc.kernels.dialect import OPS
-from llmc.kernels.quant import stored_format
+from llmc.kernels import ops
+from llmc.kernels.formats import F32
+from llmc.kernels.ops import op_name
 from llmc.passes.match import aten
 
-_NAMES = {op: name for name, op in OPS.items()}
 _BLOCK = 1024
-_UNITS = {"w8": "int8", "w4": "int8", "f32": "float"}
 
 
 def select_launches(graph: fx.Graph, table: WeightTable, half: str) -> GpuProgram:
@@ -53,8 +53,8 @@ class _Selector:
                 self.view(node)
             elif node.target is aten.slice.Tensor:
                 self.slice(node)
-            elif _NAMES.get(node.target) in self.kernels:
-                self.kernels[_NAMES[node.target]](node)
+            elif (name := op_name(node)) in self.kernels:
+                self.kernels[str(name)](node)
             else:
                 raise UserError(f"op {node.target} at {self.out.path}: the GPU backend has no kernel for it")
         return self.finish()
@@ -87,40 +87,40 @@ class _Selector:
 
     def embed(self, node: fx.Node) -> None:
         out = self.out
-        ids, w, scale, offset, format = node.args
-        matrix, args = out.matrix(w, format, False)
-        k = w.meta["weight"].shape[1]
+        op = ops.Embed.of(node)
+        matrix, args = out.matrix(op.weight, op.format, False)
+        k = op.weight.meta["weight"].shape[1]
         y = out.new(node, "tokens")
-        constants = {"K": k, "W": _row(k, out.path), "KP": matrix.kp, "ROWS": matrix.rows, "OFFSET": offset,
-                     "SCALE": float(scale), "FORMAT": stored_format(format)}  # fmt: skip
-        args = {"ids": ("*i32", ("batch", str(ids)))} | args | out.outputs(y)
-        out.emit(f"embed {format} {k}", "rows.embed", args, constants, y, [])
+        constants = {"K": k, "W": _row(k, out.path), "KP": matrix.kp, "ROWS": matrix.rows, "OFFSET": op.offset,
+                     "SCALE": float(op.scale), "FORMAT": op.format.name}  # fmt: skip
+        args = {"ids": ("*i32", ("batch", str(op.ids)))} | args | out.outputs(y)
+        out.emit(f"embed {op.format} {k}", "rows.embed", args, constants, y, [], cost=out.costs[node])
 
     def linear(self, node: fx.Node) -> None:
         out = self.out
-        source, w, bias, residual, act, gated, format = node.args
-        n, k = w.meta["weight"].shape[0] // (2 if gated else 1), w.meta["weight"].shape[1]
-        form = {"f32": "f32", "w8": "q8", "w4": "q8"}.get(format, "half")
-        x = out.operand(source, form)
-        plus = out.operand(residual, "f32") if residual is not None else None
-        matrix, args = out.matrix(w, format, gated)
+        op = ops.Linear.of(node)
+        shape, format = op.weight.meta["weight"].shape, op.format
+        n, k = shape[0] // (2 if op.gated else 1), shape[1]
+        x = out.operand(op.x, operand_form(format))
+        plus = out.operand(op.residual, "f32") if op.residual is not None else None
+        matrix, args = out.matrix(op.weight, format, op.gated)
         y = out.new(node, x.domain, ("half", "q8"))
         constants = {
             "N": n, "K": k, "LDX": x.width, "LDR": plus.width if plus else 0, "LDY": y.width, "ROWS": matrix.rows,
-            "KP": matrix.kp, "COUNT": count(x), "FORMAT": format, "ACT": act, "GATED": gated, "OUT": y.form,
-            "HALF": "fp32" if format == "f32" else out.half,
+            "KP": matrix.kp, "COUNT": count(x), "FORMAT": format.name, "ACT": op.act, "GATED": op.gated, "OUT": y.form,
+            "HALF": "fp32" if format is F32 else out.half,
         }  # fmt: skip
         inputs = dict(out.inputs(x))
-        if format == "w8":
+        if format.integer_products and format.symmetric:  # no minimum to multiply the sums with
             del inputs["xsum"]
-        args = inputs | args | out.vector(bias, "bias") | out.outputs(y)
+        args = inputs | args | out.vector(op.bias, "bias") | out.outputs(y)
         if plus is not None:
             args |= {"residual": ("*fp32", out.place(plus))}
         reads = [x] if plus is None else [x, plus]
-        cost = Cost(matrix.bytes, sum(b.size for b in (*reads, y)), 2 * n * k * (2 if gated else 1),
-                    unit=_UNITS.get(format, "half"))  # fmt: skip
-        parts = [f"linear {format} {n}x{k}", "gated" if gated else "", act if act != "none" else "",
-                 "+ bias" if bias is not None else "", "+ residual" if plus is not None else "",
+        moved = sum(b.size for b in (*reads, y))
+        cost = replace(out.costs[node], weight_bytes=matrix.bytes, activation_bytes=moved)
+        parts = [f"linear {format} {n}x{k}", "gated" if op.gated else "", op.act if op.act != "none" else "",
+                 "+ bias" if op.bias is not None else "", "+ residual" if plus is not None else "",
                  f"to {y.form}" if y.form != "f32" else "", "of samples" if count(x) else ""]  # fmt: skip
         label = " ".join(filter(None, parts))
         grid = (("R" if count(x) else "T", "BT"), (f"={n}", "BN"))
@@ -128,39 +128,42 @@ class _Selector:
 
     def norm(self, node: fx.Node) -> None:
         out = self.out
-        kind = _NAMES[node.target]
-        x, *rest, eps = node.args
-        plus = out.operand(rest.pop(0), "f32") if kind == "rms_norm_add" else None
-        value = out.values[x]
+        op = ops.RmsNorm.match(node) or ops.RmsNormAdd.match(node) or ops.LayerNorm.of(node)
+        plus = out.operand(op.residual, "f32") if isinstance(op, ops.RmsNormAdd) else None
+        value = out.values[op.x]
         heads, c = math.prod(value.shape[:-1]), value.shape[-1]
         y = out.new(node, value.buffer.domain, ("half", "q8") if heads == 1 else ("half",))
         constants = {
             "C": c, "W": _row(c, out.path), "XC": value.column, "LDX": value.buffer.width, "LDY": y.width,
-            "LDR": plus.width if plus else 0, "COUNT": count(y), "KIND": "layer" if kind == "layer_norm" else "rms",
-            "EPS": float(eps), "OUT": y.form,
+            "LDR": plus.width if plus else 0, "COUNT": count(y),
+            "KIND": "layer" if isinstance(op, ops.LayerNorm) else "rms", "EPS": float(op.eps), "OUT": y.form,
         }  # fmt: skip
         args = {"x": ("*fp32", out.place(value.buffer))} | out.outputs(y)
-        for name, vector in zip(("weight", "bias"), rest, strict=False):
-            args |= out.vector(vector, name)
+        args |= out.vector(op.weight, "weight")
+        if isinstance(op, ops.LayerNorm):
+            args |= out.vector(op.bias, "bias")
         if plus is not None:
             args |= {"residual": ("*fp32", out.place(plus))}
         reads = [value.buffer] if plus is None else [value.buffer, plus]
         grid = (("R" if count(y) else "T", 1), heads)
-        out.emit(f"{kind} {c} to {y.form}", "rows.norm", args, constants, y, reads, grid)
+        out.emit(f"{op.op} {c} to {y.form}", "rows.norm", args, constants, y, reads, grid)
 
     def rope_table(self, node: fx.Node) -> None:
         out = self.out
-        _, inv_freq, scale = node.args
+        op = ops.RopeTable.of(node)
         y = out.new(node, "tokens")
         args = {"positions": ("*i32", ("batch", "positions")), "table": ("*fp32", out.place(y))}
-        constants = {"ROT": y.width, "W": pow2(y.width // 2), "SCALE": float(scale)}
-        out.emit(f"rope_table {y.width}", "rope.rope_table", args | out.vector(inv_freq, "inv_freq"), constants, y, [])
+        constants = {"ROT": y.width, "W": pow2(y.width // 2), "SCALE": float(op.scale)}
+        out.emit(
+            f"rope_table {y.width}", "rope.rope_table", args | out.vector(op.inv_freq, "inv_freq"), constants, y, []
+        )
 
     def rope(self, node: fx.Node) -> None:
         if node in self.fused:
             return
         out = self.out
-        x, table = out.values[node.args[0]], out.values[node.args[1]]
+        op = ops.Rope.of(node)
+        x, table = out.values[op.x], out.values[op.table]
         heads, dim = x.shape
         y = out.new(node, "tokens")
         constants = {"D": dim, "DP": pow2(dim), "ROT": table.width, "XC": x.column, "LDX": x.buffer.width,
@@ -172,25 +175,28 @@ class _Selector:
         emit_attention(self.out, node, self.fused)
 
     def elementwise(self, node: fx.Node) -> None:
-        out, kind = self.out, _NAMES[node.target]
+        out = self.out
+        op = ops.Scale.match(node) or ops.Softcap.match(node)
+        value = op.value if isinstance(op, ops.Scale) else op.cap if op is not None else 0.0
+        activation = ops.Act.match(node) or ops.GatedAct.match(node)
         operands = [out.values[n] for n in node.args if isinstance(n, fx.Node)]
-        extra = node.args[len(operands) :]
         a, b = operands[0], operands[-1]
         y = out.new(node, a.buffer.domain)
         constants: dict[str, Any] = {
             "C": a.width, "AC": a.column, "BC": b.column, "LDA": a.buffer.width, "LDB": b.buffer.width,
-            "COUNT": count(y), "KIND": kind, "ACT": extra[0] if kind in ("act", "gated_act") else "none",
-            "VALUE": float(extra[0]) if kind in ("scale", "softcap") else 0.0, "BLOCK": _BLOCK,
+            "COUNT": count(y), "KIND": op_name(node), "ACT": activation.kind if activation else "none",
+            "VALUE": float(value), "BLOCK": _BLOCK,
         }  # fmt: skip
         args = {"a": ("*fp32", out.place(a.buffer))} | out.outputs(y)
         if len(operands) == 2:
             args |= {"b": ("*fp32", out.place(b.buffer))}
         grid = (("R" if count(y) else "T", 1), -(-a.width // _BLOCK))
-        out.emit(f"{kind} {a.width}", "rows.elementwise", args, constants, y, [v.buffer for v in operands], grid)
+        reads = [v.buffer for v in operands]
+        out.emit(f"{op_name(node)} {a.width}", "rows.elementwise", args, constants, y, reads, grid)
 
     def select_rows(self, node: fx.Node) -> None:
         out = self.out
-        x = out.values[node.args[0]]
+        x = out.values[ops.SelectRows.of(node).x]
         y = out.new(node, "rows")
         constants = {"C": x.width, "XC": x.column, "LDX": x.buffer.width, "BLOCK": _BLOCK}
         args = {"x": ("*fp32", out.place(x.buffer)), "rows": ("*i32", ("batch", "rows"))} | out.outputs(y)

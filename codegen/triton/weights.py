@@ -11,6 +11,7 @@ from typing import Any
 
 from llmc.codegen.triton.launch import Arg, DeviceWeight, Launch, round_up
 from llmc.codegen.weights import Entry
+from llmc.kernels.formats import F32
 
 _BLOCK_K = 256
 _BLOCK_GROUPS = 16
@@ -62,16 +63,16 @@ class DeviceWeights:
         rows = round_up(n // 2, 16) * 2 if entry.gated else round_up(n, 16)
         kp = round_up(k, 64)
         shape = {"KP": kp, "N_ROWS": rows // 2 if entry.gated else rows, "GATED": entry.gated}
-        if entry.format in ("f32", "bf16"):
+        if not entry.format.group:
             return self._add_float(entry, rows, k, shape)
         return self._add_integer(entry, rows, k, shape)
 
     def _add_float(self, entry: Entry, rows: int, k: int, shape: dict[str, Any]) -> DeviceMatrix:
-        pointer, kp = "*fp32" if entry.format == "f32" else f"*{self.half}", shape["KP"]
-        size = rows * kp * (4 if entry.format == "f32" else 2)
+        pointer, kp = "*fp32" if entry.format is F32 else f"*{self.half}", shape["KP"]
+        size = rows * kp * entry.format.bits // 8
         at = self._place(size)
-        source = ("*fp32" if entry.format == "f32" else "*i16", self._staged(entry, "data"))
-        constants = {"K": k} | shape | {"FORMAT": entry.format, "BK": _BLOCK_K}
+        source = ("*fp32" if entry.format is F32 else "*i16", self._staged(entry, "data"))
+        constants = {"K": k} | shape | {"FORMAT": entry.format.name, "BK": _BLOCK_K}
         launch = Launch(
             f"repack {entry.format} {rows}x{k}", "repack.repack_float",
             (("source", *source), ("w", pointer, ("weight", at))),
@@ -81,11 +82,11 @@ class DeviceWeights:
         return DeviceMatrix(("weight", at), None, pointer, rows, kp, size)
 
     def _add_integer(self, entry: Entry, rows: int, k: int, shape: dict[str, Any]) -> DeviceMatrix:
-        w8 = entry.format == "w8"
-        kp, k32 = shape["KP"], round_up(k, 32)
-        pointer = "*i8" if w8 else "*u8"
-        words = kp // (64 if w8 else 32)
-        data_bytes = rows * kp // (1 if w8 else 2)
+        format = entry.format
+        kp, k32 = shape["KP"], round_up(k, format.group)
+        pointer = "*i8" if format.symmetric else "*u8"
+        words = kp // (format.group * (2 if format.symmetric else 1))  # of two scales, or of scale and minimum
+        data_bytes = rows * kp * format.bits // 8
         at = self._place(data_bytes)
         words_at = self._place(words * rows * 4)
         data = Launch(
@@ -94,13 +95,13 @@ class DeviceWeights:
             {"K32": k32} | shape | {"BK": _BLOCK_K}, (rows // 16, -(-kp // _BLOCK_K)), "load",
         )  # fmt: skip
         args: list[tuple[str, str, Arg]] = [("low", "*i16", self._staged(entry, "scale"))]
-        if not w8:
+        if not format.symmetric:
             args.append(("high", "*i16", self._staged(entry, "min")))
         args.append(("words", "*i32", ("weight", words_at)))
-        constants = {"K32": k32, "ROWS": rows} | shape | {"PAIRS": w8, "BG": _BLOCK_GROUPS}
+        constants = {"K32": k32, "ROWS": rows} | shape | {"PAIRS": format.symmetric, "BG": _BLOCK_GROUPS}
         scales = Launch(
             f"repack {entry.format} scales {rows}x{k}", "repack.repack_words", tuple(args),
-            constants | ({"high": None} if w8 else {}), (rows // 16, -(-words // _BLOCK_GROUPS)), "load",
+            constants | ({"high": None} if format.symmetric else {}), (rows // 16, -(-words // _BLOCK_GROUPS)), "load",
         )  # fmt: skip
         size = self.size - at
         self.items.append(DeviceWeight(entry.offset, entry.size, at, size, (data, scales)))

@@ -6,7 +6,7 @@
 
 namespace llmc {
 
-constexpr int kAbiVersion = 3;
+constexpr int kAbiVersion = 4;
 constexpr int kPageSize = 16;  // positions per KV page
 
 // Sampling of one row; see RowSampling in runtime/batch.py. 64 bytes.

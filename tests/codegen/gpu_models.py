@@ -8,14 +8,16 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from families import own_weights
 from transformers import AutoConfig
 
-from llmc.build import FORMATS
+from llmc.build import PRECISIONS
 from llmc.codegen.triton.launch import GpuProgram
 from llmc.codegen.triton.select import select_launches
 from llmc.codegen.weights import WeightTable
 from llmc.frontend.export import build_meta_model, export_model
 from llmc.frontend.tokens_major import import_graph
+from llmc.kernels.formats import W4A16, W8, W8A16
 from llmc.passes.pipeline import run_pipeline
 from llmc.passes.result import PassContext
 
@@ -29,8 +31,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
                      "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False},
 }  # fmt: skip
-WEIGHT_ONLY = {"int8 weight-only": ("w8a16", "w8a16", "bf16"), "int4 weight-only": ("w4a16", "w8a16", "bf16"),
-               "int8, int8 KV": ("w8", "w8", "int8")}  # fmt: skip
+WEIGHT_ONLY = {"int8 weight-only": (W8A16, W8A16, "bf16"), "int4 weight-only": (W4A16, W8A16, "bf16"),
+               "int8, int8 KV": (W8, W8, "int8")}  # fmt: skip
 
 
 @cache
@@ -39,6 +41,6 @@ def program(model: str, precision: str) -> GpuProgram:
     settings = SHAPES[model] | {"num_hidden_layers": 2, "max_position_embeddings": 8192}
     config = AutoConfig.for_model(**settings)
     meta = build_meta_model(config)
-    graph = import_graph(export_model(meta), {name: name for name in meta.state_dict()})
-    run_pipeline(graph, PassContext(*(FORMATS | WEIGHT_ONLY)[precision]))
+    graph = import_graph(export_model(meta), own_weights(meta))
+    run_pipeline(graph, PassContext(*(PRECISIONS | WEIGHT_ONLY)[precision]))
     return select_launches(graph, WeightTable(), "bf16")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 from families import VOCAB
@@ -23,14 +21,13 @@ def phases_of(family: str, precision: str) -> tuple[Phase, ...]:
 def test_every_matrix_is_counted_where_it_is_multiplied(family: str, precision: str) -> None:
     program, phases = lowered(family, precision).program, phases_of(family, precision)
     matrices = [e for e in program.weights.entries if e.ref is not None and len(e.ref.shape) == 2]
-    embedded = {int(c.text.split("weight(e, ")[1].split(",")[0], 16) for c in program.calls if "embed<" in c.text}
-    multiplied = {int(c.text.split("weight(e, ")[1].split(",")[0], 16) for c in program.calls if "linear<" in c.text}
-    products = [e for e in matrices if e.offset in multiplied]
-    assert sum(p.weight_bytes for p in phases) == sum(e.size for e in products)
-    assert sum(p.macs for p in phases) == sum(e.ref.shape[0] * e.ref.shape[1] for e in products if e.ref)
-    tables = [e for e in matrices if e.offset in embedded]
-    rows = [-(-e.ref.shape[0] // LANES) * LANES for e in tables if e.ref]
-    assert sum(p.row_bytes for p in phases) == sum(e.size // n for e, n in zip(tables, rows, strict=True)) > 0
+    read = {kernel: [e for c in program.calls if c.kernel == kernel for e in c.entries if e in matrices]
+            for kernel in ("embed", "linear")}  # fmt: skip
+    costs = [cost for p in phases for cost in p.costs]
+    assert sum(c.weight_bytes for c in costs) == sum(e.size for e in read["linear"])
+    assert sum(c.macs for c in costs) == sum(e.ref.shape[0] * e.ref.shape[1] for e in read["linear"] if e.ref)
+    rows = [-(-e.ref.shape[0] // LANES) * LANES for e in read["embed"] if e.ref]
+    assert sum(c.row_bytes for c in costs) == sum(e.size // n for e, n in zip(read["embed"], rows, strict=True)) > 0
 
 
 def test_labels_and_domains() -> None:
@@ -38,19 +35,20 @@ def test_labels_and_domains() -> None:
     labels = [p.label for p in phases]
     assert labels[-2:] == ["head w8", "sample"] and labels.count("linear w4") == 2 * 4
     assert labels.count("attention") == 2 and "head" in phases[-2].path
-    assert [p.rows for p in phases[-3:]] == ["R"] * 3 and {p.rows for p in phases[:-3]} == {"T"}
-    assert {p.weight_format for p in phases if p.label.startswith("linear")} == {"w4"}
+    assert [c.rows for p in phases[-3:] for c in p.costs] == ["R"]  # the head's
+    assert {c.rows for p in phases[:-3] for c in p.costs} == {"T"}
+    assert {c.arithmetic for p in phases if p.label.startswith("linear") for c in p.costs} == {"int4"}
 
 
 @pytest.mark.parametrize(("family", "windows"), [("llama", {0}), ("gemma2", {0, 8})])
 def test_attention_reads_the_pool_of_its_layer(family: str, windows: set[int]) -> None:
     program, phases = lowered(family, "int8").program, phases_of(family, "int8")
-    attention = [p for p in phases if p.kv_bytes]
-    assert [p.kv_bytes * PAGE_SIZE for p in attention] == [slot.page_bytes for slot in program.kv_slots]
-    assert all(p.label == "attention" for p in attention) and {p.window for p in attention} == windows
-    heads = [int(n) for n in re.findall(r"attention<(\d+)", "\n".join(c.text for c in program.calls))]
+    attention = [(p, c) for p in phases for c in p.costs if c.kv_bytes]
+    assert [c.kv_bytes * PAGE_SIZE for _, c in attention] == [slot.page_bytes for slot in program.kv_slots]
+    assert all(p.label == "attention" for p, _ in attention) and {c.window for _, c in attention} == windows
+    heads = [c.template[0] for c in program.calls if c.kernel == "attention"]
     dims = [slot.head_dim for slot in program.kv_slots]
-    assert [p.attention_macs for p in attention] == [2 * h * d for h, d in zip(heads, dims, strict=True)]
+    assert [c.attention_macs for _, c in attention] == [2 * h * d for h, d in zip(heads, dims, strict=True)]
 
 
 def test_the_machine_code_tells_them_and_times_them() -> None:

@@ -16,6 +16,7 @@ from llmc.codegen.triton.signature import parameters
 from llmc.codegen.weights import WeightTable
 from llmc.errors import UserError
 from llmc.kernels.dialect import OPS
+from llmc.kernels.formats import W8
 from llmc.passes.match import calls
 from llmc.passes.pipeline import run_pipeline
 from llmc.passes.result import PassContext
@@ -88,7 +89,7 @@ def test_weights_are_stored_once_for_both_backends() -> None:
     from llmc.codegen.cpu.program import select_kernels
 
     graph = copy.deepcopy(imported("llama")[0])
-    run_pipeline(graph, PassContext("w8", "w8", "bf16"))
+    run_pipeline(graph, PassContext(W8, W8, "bf16"))
     table = select_kernels(graph).weights
     before = (len(table.entries), table.size)
     select_launches(graph, table, "bf16")
@@ -97,7 +98,7 @@ def test_weights_are_stored_once_for_both_backends() -> None:
 
 def _lowered_llama() -> object:
     graph = copy.deepcopy(imported("llama")[0])
-    run_pipeline(graph, PassContext("w8", "w8", "bf16"))
+    run_pipeline(graph, PassContext(W8, W8, "bf16"))
     return graph
 
 

@@ -13,6 +13,7 @@ from llmc.codegen import weights
 from llmc.codegen.weights import WeightTable
 from llmc.errors import UserError
 from llmc.kernels import pack
+from llmc.kernels.formats import F32, W4, W8, find_format
 from llmc.kernels.weights import Affine, Stored, Transposed, concat
 
 K = 50  # no multiple of a group of 32
@@ -55,10 +56,10 @@ def test_blocks_are_the_packed_whole(monkeypatch: Any, format: str, gated: bool,
     monkeypatch.setattr(weights, "_BLOCK_ELEMENTS", rows_at_once * K)
     table, reader = WeightTable(), _Reader()
     table.vector(Stored((77,), "v"))  # so that the matrix does not start at 0
-    entry = table.matrix(concat((A, B)) if gated else A, format, gated)
+    entry = table.matrix(concat((A, B)) if gated else A, find_format(format), gated)
     data, times = _assemble(table, reader)
 
-    whole = pack.pack(format, TENSORS["a"], TENSORS["b"] if gated else None)
+    whole = pack.pack(find_format(format), TENSORS["a"], TENSORS["b"] if gated else None)
     assert data[entry.offset : entry.offset + entry.size] == whole
     assert data[: 77 * 4] == TENSORS["v"].tobytes()
     wanted = np.zeros(table.size, np.uint8)
@@ -74,28 +75,28 @@ def test_blocks_are_the_packed_whole(monkeypatch: Any, format: str, gated: bool,
 def test_a_block_never_has_fewer_rows_than_a_tile(monkeypatch: Any) -> None:
     monkeypatch.setattr(weights, "_BLOCK_ELEMENTS", 1)
     table, reader = WeightTable(), _Reader()
-    entry = table.matrix(A, "w8", False)
-    assert _assemble(table, reader)[0][: entry.size] == pack.pack("w8", TENSORS["a"])
+    entry = table.matrix(A, W8, False)
+    assert _assemble(table, reader)[0][: entry.size] == pack.pack(W8, TENSORS["a"])
     assert reader.most == pack.LANES
 
 
 def test_a_recipe_is_evaluated_in_blocks(monkeypatch: Any) -> None:
     monkeypatch.setattr(weights, "_BLOCK_ELEMENTS", 16 * K)
     table = WeightTable()
-    entry = table.matrix(Affine((40, K), Transposed((40, K), Stored((K, 40), "t")), 1.0, 1.0), "f32", False)
-    assert _assemble(table, _Reader())[0][: entry.size] == pack.pack("f32", TENSORS["t"].T + np.float32(1))
+    entry = table.matrix(Affine((40, K), Transposed((40, K), Stored((K, 40), "t")), 1.0, 1.0), F32, False)
+    assert _assemble(table, _Reader())[0][: entry.size] == pack.pack(F32, TENSORS["t"].T + np.float32(1))
 
 
 def test_equal_recipes_are_stored_once() -> None:
     table = WeightTable()
-    embedding, head = table.matrix(Stored((104, K), "a"), "w8", False), table.matrix(A, "w8", False)
+    embedding, head = table.matrix(Stored((104, K), "a"), W8, False), table.matrix(A, W8, False)
     assert embedding is head and len(table.entries) == 1
     both = concat((A, B))
-    variants = ((A, "w4", False), (both, "w8", True), (both, "w8", False), (B, "w8", False))
+    variants = ((A, W4, False), (both, W8, True), (both, W8, False), (B, W8, False))
     others = [table.matrix(*variant) for variant in variants]
     assert len({id(e) for e in (head, *others)}) == 5 == len(table.entries)
     vector = table.vector(Stored((77,), "v"))
-    assert vector is table.vector(Stored((77,), "v")) and vector.format == "f32"
+    assert vector is table.vector(Stored((77,), "v")) and vector.format is F32
     one = table.constant(torch.arange(3.0))
     assert one is table.constant(torch.arange(3.0)) is not table.constant(torch.arange(4.0))
     spans = sorted((e.offset, e.offset + e.size) for e in table.entries)
@@ -112,12 +113,12 @@ def test_a_constant_is_float32() -> None:
 
 def test_a_region_that_the_format_lacks_is_none() -> None:
     table = WeightTable()
-    assert [table.matrix(A, "w8", False).region(n) is None for n in ("data", "scale", "min")] == [False, False, True]
+    assert [table.matrix(A, W8, False).region(n) is None for n in ("data", "scale", "min")] == [False, False, True]
 
 
 @pytest.mark.parametrize("format", ["w8", "w4"])
 def test_what_does_not_fit_names_the_weight(format: str) -> None:
     table = WeightTable()
-    table.matrix(Stored((16, K), "huge"), format, False)
+    table.matrix(Stored((16, K), "huge"), find_format(format), False)
     with pytest.raises(UserError, match=r"weight huge: .* does not fit int[84].*--bf16"):
         list(table.blocks(_Reader()))

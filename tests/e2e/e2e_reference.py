@@ -30,10 +30,10 @@ class Reference:
 
         checkpoint = open_checkpoint(resolve(name))
         model = AutoModelForCausalLM.from_config(checkpoint.hf_config(), dtype=torch.float32).eval()
-        names = match_parameters(checkpoint, model)
+        recipes = match_parameters(checkpoint, model)
         with torch.no_grad():
             for parameter, value in model.named_parameters():
-                value.copy_(torch.from_numpy(checkpoint.read(names[parameter]).copy()))
+                value.copy_(torch.from_numpy(recipes[parameter].read(checkpoint.read).copy()))
         assets = load_tokenizer(checkpoint)
         assert assets is not None
         checkpoint.close()

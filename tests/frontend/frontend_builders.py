@@ -13,6 +13,9 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers import logging as transformers_logging
 
+from llmc.frontend.open import match_parameters
+from llmc.kernels.weights import Stored
+
 transformers_logging.disable_progress_bar()
 
 TINY: dict[str, Any] = {
@@ -111,3 +114,10 @@ def finish(writer: GGUFWriter, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def matched_names(ckpt: Any, model: Any) -> dict[str, str]:
+    """The tensor that each parameter is loaded from, which in these checkpoints is stored as the model has it."""
+    recipes = match_parameters(ckpt, model)
+    assert all(isinstance(ref, Stored) and ref.shape == ckpt.tensors[ref.name].shape for ref in recipes.values())
+    return {name: ref.name for name, ref in recipes.items() if isinstance(ref, Stored)}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from frontend_builders import add_tensor, finish, meta_model, put, tiny_gguf
+from frontend_builders import add_tensor, finish, matched_names, meta_model, put, tiny_gguf
 from gguf import GGUFReader, GGUFWriter, quants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from llmc.errors import UserError
 from llmc.frontend.gguf_header import read_gguf_header
-from llmc.frontend.open import match_parameters, open_checkpoint
+from llmc.frontend.open import open_checkpoint
 from llmc.frontend.rawfile import RawFile
 from llmc.frontend.source import Source, resolve
 
@@ -35,7 +35,7 @@ def assert_equals_transformers(path: Path) -> Any:
     """Every parameter equals what transformers' own GGUF loading gives; returns the checkpoint."""
     ckpt = open_gguf(path)
     model = meta_model(ckpt)
-    names = match_parameters(ckpt, model)
+    names = matched_names(ckpt, model)
     expected = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     assert expected.keys() == set(names.values())
     for name, value in expected.items():
@@ -75,7 +75,7 @@ def test_the_configuration(tmp_path: Path) -> None:
     assert (config.max_position_embeddings, config.head_dim, config.vocab_size) == (128, 16, 32)
     untied = open_gguf(tiny_gguf(tmp_path / "untied.gguf", tied=False))
     assert not untied.hf_config().tie_word_embeddings
-    assert match_parameters(untied, meta_model(untied))["lm_head.weight"] == "lm_head.weight"
+    assert matched_names(untied, meta_model(untied))["lm_head.weight"] == "lm_head.weight"
     assert tied.digest != untied.digest
 
 
@@ -152,7 +152,7 @@ def with_extra(path: Path, name: str, values: np.ndarray, **metadata: Any) -> Pa
 def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
     ckpt = open_gguf(with_extra(tmp_path / "m.gguf", "blk.0.mystery.weight", np.ones(4, np.float32)))
     with pytest.raises(UserError, match=r"holds 1 tensor: blk\.0\.mystery\.weight"):
-        match_parameters(ckpt, meta_model(ckpt))
+        matched_names(ckpt, meta_model(ckpt))
 
 
 def test_rope_factors_become_llama3_scaling(tmp_path: Path) -> None:

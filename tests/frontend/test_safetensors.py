@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from frontend_builders import TINY, meta_model, model_of, tiny_llama, write_safetensors
+from frontend_builders import TINY, matched_names, meta_model, model_of, tiny_llama, write_safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from llmc.errors import UserError
-from llmc.frontend.open import match_parameters, open_checkpoint
+from llmc.frontend.open import open_checkpoint
 from llmc.frontend.rawfile import RawFile
 from llmc.frontend.safetensors_header import read_header
 from llmc.frontend.source import Source
@@ -51,7 +51,7 @@ def test_every_family_matches_and_reads_exactly(family: str, tmp_path: Path) -> 
     model = model_of(getattr(transformers, family)(**{**TINY, **FAMILIES[family]}))
     model.save_pretrained(tmp_path)
     ckpt = open_dir(tmp_path)
-    names = match_parameters(ckpt, meta_model(ckpt))
+    names = matched_names(ckpt, meta_model(ckpt))
     expected = model.state_dict()
     assert names.keys() == expected.keys()
     for name, values in every_value(ckpt, names).items():
@@ -90,7 +90,7 @@ def test_base_model_without_prefix_and_legacy_buffers(tmp_path: Path) -> None:
     state["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(state, tmp_path / "model.safetensors")
     ckpt = open_dir(tmp_path)
-    names = match_parameters(ckpt, meta_model(ckpt))
+    names = matched_names(ckpt, meta_model(ckpt))
     assert names["transformer.h.1.ln_1.weight"] == "h.1.ln_1.weight"
     assert names["lm_head.weight"] == names["transformer.wte.weight"] == "wte.weight"
 
@@ -107,7 +107,7 @@ def test_both_of_a_tied_pair_equal_means_tied(tmp_path: Path) -> None:
     edit(tmp_path, lambda s: s.update({"lm_head.weight": s["model.embed_tokens.weight"].clone()}))
     ckpt = open_dir(tmp_path)
     model = meta_model(ckpt)
-    assert match_parameters(ckpt, model)["lm_head.weight"] == "model.embed_tokens.weight"
+    assert matched_names(ckpt, model)["lm_head.weight"] == "model.embed_tokens.weight"
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -116,7 +116,7 @@ def test_a_different_head_is_untied_as_transformers_does(tmp_path: Path) -> None
     edit(tmp_path, lambda s: s.update({"lm_head.weight": s["model.embed_tokens.weight"] + 1}))
     ckpt = open_dir(tmp_path)
     model = meta_model(ckpt)
-    names = match_parameters(ckpt, model)
+    names = matched_names(ckpt, model)
     assert names["lm_head.weight"] == "lm_head.weight"
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -127,7 +127,7 @@ def test_a_head_alone_serves_the_embedding_too(tmp_path: Path) -> None:
     tiny_llama(tmp_path)
     edit(tmp_path, lambda s: s.update({"lm_head.weight": s.pop("model.embed_tokens.weight")}))
     ckpt = open_dir(tmp_path)
-    assert match_parameters(ckpt, meta_model(ckpt))["model.embed_tokens.weight"] == "lm_head.weight"
+    assert matched_names(ckpt, meta_model(ckpt))["model.embed_tokens.weight"] == "lm_head.weight"
 
 
 MISMATCHES = {
@@ -149,7 +149,7 @@ def test_mismatches_are_named(kind: str, tmp_path: Path) -> None:
     edit(tmp_path, change)
     ckpt = open_dir(tmp_path)
     with pytest.raises(UserError, match=message) as caught:
-        match_parameters(ckpt, meta_model(ckpt))
+        matched_names(ckpt, meta_model(ckpt))
     assert "\n" not in str(caught.value)
 
 

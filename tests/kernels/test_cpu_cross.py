@@ -18,6 +18,7 @@ from tiny_engines import Sequences, compiled, lowered
 
 from llmc.codegen.cpu.compile import compile_unit
 from llmc.kernels import pack
+from llmc.kernels.formats import W8
 from llmc.runtime.batch import Batch, StepOutput
 from llmc.runtime.executor import CpuExecutor, ExecutorConfig
 from llmc.runtime.sampling_rows import pack_sampling
@@ -103,8 +104,8 @@ def test_pool_phases_stay_in_step() -> None:
 def test_kernels_on_real_threads_give_the_bits_of_v3() -> None:
     rng = np.random.default_rng(1)
     x = rng.standard_normal((13, 96)).astype(np.float32)
-    memory = aligned_bytes(pack.pack("w8", rng.standard_normal((96, 96)).astype(np.float32)))
-    weight = Weight(*(memory.ctypes.data + r.offset for r in pack.packed_layout("w8", 96, 96).regions), None)
+    memory = aligned_bytes(pack.pack(W8, rng.standard_normal((96, 96)).astype(np.float32)))
+    weight = Weight(*(memory.ctypes.data + r.offset for r in pack.packed_layout(W8, 96, 96).regions), None)
 
     def run(unit: Unit, threads: int) -> Any:
         out, normed = x.copy(), np.empty((13, 96), np.float32)

@@ -26,6 +26,7 @@ from cpu_harness import (
 )
 
 from llmc.kernels import pack
+from llmc.kernels.formats import find_format
 
 FORMATS = ("f32", "bf16", "w8", "w4")
 N, K = 72, 100  # neither is a multiple of its padding
@@ -102,8 +103,8 @@ class Quantized:
 
 class Packed:
     def __init__(self, fmt, w, up=None):
-        layout = pack.packed_layout(fmt, *w.shape, gated=up is not None)
-        self.memory = aligned_bytes(pack.pack(fmt, w, up))
+        layout = pack.packed_layout(find_format(fmt), *w.shape, gated=up is not None)
+        self.memory = aligned_bytes(pack.pack(find_format(fmt), w, up))
         at = {r.name: self.memory.ctypes.data + r.offset for r in layout.regions}
         self.weight = Weight(at["data"], at.get("scale"), at.get("min"))
         self.weight.arrays = (self.memory,)
@@ -141,7 +142,7 @@ def test_linear(unit, fmt, t):
     x[t // 2 : t // 2 + 1] = 0
     packed = Packed(fmt, w)
     got = product(unit, "linear", fmt, x, packed, N, bias, residual)
-    a, b = effective(unit, fmt, x), pack.fake_quantize(fmt, w).astype(np.float64)
+    a, b = effective(unit, fmt, x), pack.fake_quantize(find_format(fmt), w).astype(np.float64)
     tolerance = 1e-6 * (np.abs(a) @ np.abs(b).T + 1)
     assert (np.abs(got - (a @ b.T + bias + residual)) <= tolerance).all()
     plain = product(unit, "linear", fmt, x, packed, N, None, NO_MAT)
@@ -154,7 +155,7 @@ def test_blocks_along_k_and_rows(unit, fmt):
     x, w, bias, residual = inputs(fmt, 131, DEEP_N, DEEP_K, 12)
     packed = Packed(fmt, w)
     got = product(unit, "deep", fmt, x, packed, DEEP_N, bias, residual, threads=2)
-    a, b = effective(unit, fmt, x), pack.fake_quantize(fmt, w).astype(np.float64)
+    a, b = effective(unit, fmt, x), pack.fake_quantize(find_format(fmt), w).astype(np.float64)
     assert (np.abs(got - (a @ b.T + bias + residual)) <= 1e-6 * (np.abs(a) @ np.abs(b).T + 1)).all()
     for begin, end in [(0, 64), (60, 71), (130, 131)]:
         part = product(unit, "deep", fmt, x[begin:end], packed, DEEP_N, bias, residual[begin:end])
@@ -169,8 +170,8 @@ def test_gated_linear(unit, fmt, t):
     biases = np.concatenate([bias, up_bias])
     got = product(unit, "gated", fmt, x, Packed(fmt, gate, up), GATED_N, biases, residual)
     a = effective(unit, fmt, x)
-    g = a @ pack.fake_quantize(fmt, gate).astype(np.float64).T + bias
-    u = a @ pack.fake_quantize(fmt, up).astype(np.float64).T + up_bias
+    g = a @ pack.fake_quantize(find_format(fmt), gate).astype(np.float64).T + bias
+    u = a @ pack.fake_quantize(find_format(fmt), up).astype(np.float64).T + up_bias
     want = g / (1 + np.exp(-g)) * u + residual
     assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
 
@@ -294,7 +295,7 @@ def test_embed_reads_the_packed_matrix(unit, fmt):
     packed = Packed(fmt, w)
     out = new_mat(7, K)
     unit.run(f"embed_{fmt}", 7, ids, 2, packed.weight, 1.0, out, threads=2)
-    want = pack.fake_quantize(fmt, w)[ids + 2]
+    want = pack.fake_quantize(find_format(fmt), w)[ids + 2]
     tolerance = 1e-6 if fmt == "w4" else 0  # scale * u + min in two roundings or one
     assert (np.abs(checked(out, 7, K) - want) <= tolerance).all()
     scaled = new_mat(7, K)
@@ -305,4 +306,7 @@ def test_embed_reads_the_packed_matrix(unit, fmt):
 def test_packer_and_kernels_agree_on_sizes(unit):
     for i, fmt in enumerate(FORMATS):
         for k in (1, 31, 32, 100, 4096):
-            assert unit.call("packed_tile_bytes", i, k) == pack.packed_layout(fmt, 16, k).regions[0].tile_bytes
+            assert (
+                unit.call("packed_tile_bytes", i, k)
+                == pack.packed_layout(find_format(fmt), 16, k).regions[0].tile_bytes
+            )

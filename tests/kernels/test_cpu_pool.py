@@ -11,6 +11,7 @@ import pytest
 from cpu_harness import NO_MAT, PORTABLE, Mat, QuantBuf, Unit, Weight, aligned_bytes, as_mat, require
 
 from llmc.kernels import pack
+from llmc.kernels.formats import W8
 
 WRAPPERS = """
 struct Job { int phases, failures; int counts[64]; };
@@ -122,8 +123,8 @@ def run_layers(library, threads):
     x, normed = rng.standard_normal((13, 96)).astype(np.float32), np.empty((13, 96), np.float32)
     q, scale, total = np.empty((13, 96), np.int16), np.empty((13, 3), np.float32), np.empty((13, 3), np.int32)
     w = rng.standard_normal((96, 96)).astype(np.float32)
-    memory = aligned_bytes(pack.pack("w8", w))
-    regions = [memory.ctypes.data + r.offset for r in pack.packed_layout("w8", 96, 96).regions]
+    memory = aligned_bytes(pack.pack(W8, w))
+    regions = [memory.ctypes.data + r.offset for r in pack.packed_layout(W8, 96, 96).regions]
     buffers = QuantBuf(q.ctypes.data, scale.ctypes.data, total.ctypes.data)
     layer = Layer(13, as_mat(x), as_mat(normed), NO_MAT, buffers, Weight(*regions, None))
     pool = library.create(threads, ctypes.byref(ctypes.c_int()))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from llmc.kernels import dialect, pack
 from llmc.kernels.dialect import ACTIVATIONS, OPS
+from llmc.kernels.formats import W4, find_format
 
 T, HQ, HKV, D = 11, 6, 2, 8
 STARTS = [0, 4, 5, 11]
@@ -132,7 +133,7 @@ def test_embed() -> None:
     weight = _rand(9, 32)
     ids = torch.tensor([3, 0, 6])
     _close(OPS["embed"](ids, weight, 2.0, 2, "f32"), torch.stack([weight[i + 2] * 2 for i in ids.tolist()]))
-    stored = torch.from_numpy(pack.fake_quantize("w4", weight.numpy()))
+    stored = torch.from_numpy(pack.fake_quantize(W4, weight.numpy()))
     _close(OPS["embed"](ids, weight, 1.0, 0, "w4"), F.embedding(ids, stored))
 
 
@@ -159,7 +160,7 @@ def test_linear_over_stored_weights(format: str) -> None:
                 group = x[t, lo : lo + 32]
                 step = np.float32(np.abs(group).max()) / np.float32(127)
                 x[t, lo : lo + 32] = np.rint(np.float32(group) / step) * step
-    wanted = x @ pack.fake_quantize(format, W.numpy()).astype(np.float64).T
+    wanted = x @ pack.fake_quantize(find_format(format), W.numpy()).astype(np.float64).T
     _close(OPS["linear"](X, W, None, None, "none", False, format), torch.from_numpy(wanted).float(), 1e-4)
 
 

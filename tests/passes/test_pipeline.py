@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, VOCAB, tiny_config, tiny_model
+from families import FAMILIES, VOCAB, own_weights, tiny_config, tiny_model
 
 from llmc.frontend.export import build_meta_model, export_model
 from llmc.frontend.tokens_major import import_graph
 from llmc.kernels.dialect import OPS
+from llmc.kernels.formats import W8
 from llmc.kernels.interpret import run_graph
 from llmc.passes.pipeline import PIPELINE, listing, probe_batch, run_pipeline
 from llmc.passes.result import PassContext
@@ -29,13 +30,9 @@ def _reader(model: Any) -> Any:
     return lambda name, start, stop: values[name][start:stop]
 
 
-def _names(model: Any) -> dict[str, str]:
-    return {name: name for name in model.state_dict()}
-
-
 def _import(family: str, **overrides: Any) -> Any:
     meta = build_meta_model(tiny_config(family, **overrides))
-    return import_graph(export_model(meta), _names(meta))
+    return import_graph(export_model(meta), own_weights(meta))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,7 +55,7 @@ def test_family_lowers_to_the_dialect_and_keeps_its_logits(family: str) -> None:
 
 def test_quantised_graph_stays_near_the_float_graph() -> None:
     model, graph = tiny_model("llama"), _import("llama")
-    report = run_pipeline(graph, PassContext("w8", "w8", "bf16"), (probe_batch(VOCAB), _reader(model)))
+    report = run_pipeline(graph, PassContext(W8, W8, "bf16"), (probe_batch(VOCAB), _reader(model)))
     assert report.counts["quantize"] == 2 * 4 + 2  # qkv, o, gate+up, down per layer; head and embedding
     assert 0 < report.changes["quantize"] < 0.05
 

@@ -14,7 +14,7 @@ from llmc.errors import UserError
 from llmc.frontend.export import build_meta_model, export_model
 from llmc.kernels.dialect import OPS
 from llmc.passes import norms
-from llmc.passes.pipeline import PassCheckError, run_pipeline
+from llmc.passes.pipeline import PassCheckError, Stage, run_pipeline
 from llmc.passes.result import PassContext
 from llmc.passes.shapes import annotate_shapes
 from llmc.passes.verify import verify_lowered
@@ -69,7 +69,7 @@ def test_a_pass_that_changes_the_result_is_caught(monkeypatch: Any) -> None:
                 node.args = (node.args[0], 4.0)
         return SimpleNamespace(count=1, skipped=[])
 
-    monkeypatch.setattr("llmc.passes.pipeline.PIPELINE", (("wrong", wrong),))
+    monkeypatch.setattr("llmc.passes.pipeline.PIPELINE", (Stage("wrong", wrong),))
     graph = _graph(build)
     probe = {"tokens": torch.arange(3), "positions": torch.arange(3), "query_start": torch.tensor([0, 3]),
              "rows": torch.tensor([0, 2])}  # fmt: skip

@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from gpu_engines import Measured, Prompts, Skipped
 
+from llmc.runtime.cost import Cost
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -49,8 +51,8 @@ class StepBytes:
     @classmethod
     def of(cls, header: Mapping[str, Any]) -> StepBytes:
         """From the JSON of an archive (docs/gpu.md)."""
-        costs = [call["cost"] for call in header["calls"] if call["when"] in ("always", "decode")]
-        return cls(sum(c["fixed_bytes"] for c in costs), sum(c["context_bytes"] for c in costs))
+        costs = [Cost(**call["cost"]) for call in header["calls"] if call["when"] in ("always", "decode")]
+        return cls(sum(c.weight_bytes for c in costs), sum(c.kv_bytes for c in costs))
 
     def step(self, workload: Workload) -> int:
         """In the middle of the decoding."""

@@ -20,6 +20,7 @@ from triton_harness import (
 )
 
 from llmc.kernels.dialect import OPS
+from llmc.kernels.formats import find_format
 from llmc.kernels.quant import fake_quantize
 from llmc.kernels.triton.linear import linear
 
@@ -56,7 +57,7 @@ def dialect(fmt, x, parts, bias=None, residual=None, act="none"):
     """The dialect's result. For 16-bit products, on weights rounded to float16 after their format."""
     w = torch.from_numpy(np.concatenate(parts))
     if fmt in WIDENED or fmt == "bf16":
-        w, fmt = fake_quantize(w, fmt.removesuffix("a16")).to(F16).float(), "f32"
+        w, fmt = fake_quantize(w, find_format(fmt)).to(F16).float(), "f32"
     return OPS["linear"](x, w, bias, residual, act, len(parts) == 2, fmt)
 
 
@@ -180,7 +181,7 @@ def test_half_is_float32(fmt):
     parts, x, _, _ = inputs(3, 40, 100, seed=6)
     weight = stored(fmt, parts, F32)
     got = product(weight, converted(x, "half", F32), fmt=fmt, half=F32).values()
-    w = fake_quantize(torch.from_numpy(parts[0]), fmt.removesuffix("a16"))
+    w = fake_quantize(torch.from_numpy(parts[0]), find_format(fmt))
     close(got, dialect("f32", x, [w.numpy()]), 1e-6)
 
 

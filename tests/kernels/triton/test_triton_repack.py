@@ -8,6 +8,7 @@ import torch
 from triton_harness import F16, DeviceWeight
 
 from llmc.kernels import pack
+from llmc.kernels.formats import find_format
 
 SHAPES = [(16, 64), (40, 100), (33, 32), (5, 130)]  # N and K: whole, and odd in every way
 
@@ -16,7 +17,7 @@ def expected(fmt, parts, rows, kp):
     """The values of the matrices below each other, each padded to `rows` and kp."""
     padded = np.zeros((len(parts) * rows, kp), np.float32)
     for i, part in enumerate(parts):
-        padded[i * rows : i * rows + len(part), : part.shape[1]] = pack.fake_quantize(fmt, part)
+        padded[i * rows : i * rows + len(part), : part.shape[1]] = pack.fake_quantize(find_format(fmt), part)
     return padded
 
 
@@ -47,7 +48,7 @@ def test_extreme_integers():
     """-127 and 127, and levels 0 and 15, survive with their signs and places; float16 scales keep all their bits."""
     w = np.tile(np.array([-1.0, 1.0], np.float32), (16, 48)) * (2.0 ** np.arange(-8, 8))[:, None].astype(np.float32)
     for fmt in ("w8", "w4"):
-        np.testing.assert_array_equal(DeviceWeight(fmt, w).values()[:, :96], pack.fake_quantize(fmt, w))
+        np.testing.assert_array_equal(DeviceWeight(fmt, w).values()[:, :96], pack.fake_quantize(find_format(fmt), w))
     assert DeviceWeight("w8", w).w.checked().unique().tolist() == [-127, 0, 127]
 
 

@@ -15,6 +15,7 @@ import torch
 import triton.language as tl
 
 from llmc.kernels import pack
+from llmc.kernels.formats import find_format
 from llmc.kernels.triton import repack, rows
 
 DEVICE = os.environ.get("LLMC_TEST_DEVICE", "")
@@ -161,8 +162,8 @@ class DeviceWeight:
         self.n, self.k = w.shape
         self.n_rows = round_up(self.n, 16)
         self.rows, self.kp = self.n_rows * (2 if self.gated else 1), round_up(self.k, 64)
-        packed = torch.frombuffer(bytearray(pack.pack(fmt, w, up)), dtype=torch.uint8)
-        layout = pack.packed_layout(fmt, self.n, self.k, self.gated)
+        packed = torch.frombuffer(bytearray(pack.pack(find_format(fmt), w, up)), dtype=torch.uint8)
+        layout = pack.packed_layout(find_format(fmt), self.n, self.k, self.gated)
         self.regions = {r.name: packed[r.offset : r.offset + r.size] for r in layout.regions}
         shape = {"KP": self.kp, "N_ROWS": self.n_rows, "GATED": self.gated}
         grid = (self.rows // 16, ceil_div(self.kp, bk))

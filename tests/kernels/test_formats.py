@@ -1,0 +1,66 @@
+"""kernels/formats.py and kernels/codes.py: the registry, and codes that a format holds exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llmc.kernels import formats, pack
+from llmc.kernels.codes import Codes, quantize, stack
+from llmc.kernels.formats import BF16, F32, FORMATS, W4, W4A16, W8, W8A16, Format, find_format
+
+RNG = np.random.default_rng(0)
+
+
+def codes_of(format: Format, n: int = 16, k: int = 64) -> Codes:
+    return quantize(format, RNG.standard_normal((n, k)).astype(np.float32))
+
+
+def test_every_format_is_found_by_its_name_and_prints_as_it() -> None:
+    assert all(find_format(name) is f and str(f) == name for name, f in FORMATS.items())
+    with pytest.raises(ValueError, match=r"unknown weight format 'w3'; known: f32, bf16, w8, w4"):
+        find_format("w3")
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="twice"):
+        formats._registry(W8, Format("w8", 6))
+
+
+def test_weight_only_formats_share_the_bytes_of_their_integer_twins() -> None:
+    assert (W8.weight_only, W4.weight_only) == (W8A16, W4A16)
+    assert (W8A16.stored, W4A16.stored, BF16.stored) == (W8, W4, BF16)
+    assert pack.packed_layout(W4A16, 40, 50, True) == pack.packed_layout(W4, 40, 50, True)
+    assert F32.weight_only is None and W8A16.weight_only is None
+
+
+def test_the_arithmetic_of_products() -> None:
+    assert [f.arithmetic for f in FORMATS.values()] == ["float32", "float16", "int8", "int4", "float16", "float16"]
+
+
+@pytest.mark.parametrize("format", [W8, W4])
+def test_codes_pack_as_the_values_that_they_stand_for(format: Format) -> None:
+    codes = codes_of(format, 40, 70)
+    assert codes.k == 70 and codes.fit(format) and not codes.fit(W4 if format is W8 else W8)
+    np.testing.assert_array_equal(codes.values(), pack.fake_quantize(format, codes.values()))
+    packed = pack.pack_rows(format, codes)
+    assert [p.size for p in packed] == [r.size for r in pack.packed_layout(format, 40, 70).regions]
+    if format is W8:  # quantised again, values give the same codes
+        assert all(np.array_equal(a, b) for a, b in zip(packed, pack.pack_rows(format, codes.values()), strict=True))
+
+
+def test_codes_out_of_a_formats_range_do_not_fit() -> None:
+    codes = codes_of(W8)
+    low = Codes(np.where(codes.q == codes.q.min(), -128, codes.q).astype(np.int8), codes.scale, None, codes.k)
+    assert codes.fit(W8) and not low.fit(W8)
+    wide = Codes(np.full((4, 1, 64), 3, np.int8), np.ones((4, 1), np.float16), None, 64)
+    assert not wide.fit(W8), "another group"
+    assert not codes.fit(F32)
+
+
+def test_rows_of_codes_are_taken_and_put_together() -> None:
+    codes = codes_of(W4)
+    both = stack([codes[2:5], codes[5:9]])
+    assert both is not None and len(both) == 7
+    np.testing.assert_array_equal(both.values(), codes.values()[2:9])
+    assert stack([codes, codes_of(W8)]) is None and stack([codes, codes_of(W4, 16, 96)]) is None
