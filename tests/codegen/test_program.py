@@ -59,7 +59,7 @@ class _Graph:
 
 def _body(source: str, few: bool) -> list[str]:
     """Kernel names and "barrier", in the order of a step of few or many rows."""
-    text = source[source.index("static void step") : source.index('extern "C"')]
+    text = source[source.index("static void step") : source.index('#include "exports.h"')]
     calls = re.findall(r"^  (if \(.*\) )?(?:(next_phase)\(|(\w+)(?:<[^(]*>)?\((?:par|own_\w+),)", text, re.MULTILINE)
     other = "if (!few_" if few else "if (few_"
     return [kernel or "barrier" for condition, _, kernel in calls if not condition.startswith(other)]
