@@ -1,7 +1,7 @@
 """Compiles a generated unit with the pinned zig toolchain: hermetic, cross-compiling, byte-reproducible.
 
 Only C headers are used (no C++ standard library), so nothing else has to be built first. Objects are cached by
-everything that can change them: the unit, the kernel headers, the flags and the compiler's version.
+all that can change them: the unit, the kernel headers, the flags and the compiler's version.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 from llmc.cache import cache_dir
+from llmc.codegen import object_cache
 from llmc.errors import UserError
 from llmc.runtime.targets import Target
 
@@ -25,15 +28,6 @@ _FLAGS = (
     "-O3 -std=c++20 -nostdlib++ -fno-exceptions -fno-rtti -ffp-contract=off -fno-math-errno -fno-sanitize=undefined "
     "-fvisibility=hidden -shared -fPIC -s -g0 -Wl,--build-id=none -pthread"
 ).split()
-
-
-def _writable(directory: Path) -> bool:
-    """Makes a directory of the cache; False where that cannot be: then nothing is cached."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(directory, os.W_OK)
 
 
 def kernel_headers() -> dict[str, bytes]:
@@ -49,22 +43,23 @@ def compile_unit(source: str, target: Target, cxx: str | None = None) -> bytes:
     command = [*_compiler(cxx), *_FLAGS, *_target_flags(target, cxx)]
     if cxx is not None:
         return _run(command, source)
+    key = _key(command[1:], source)
+    code = object_cache.load(key)
+    if code is None:
+        code = _run(command, source)
+        with suppress(OSError):  # where the cache cannot be written, nothing is cached
+            object_cache.store(key, code)
+    return code
+
+
+def _key(flags: Sequence[str], source: str) -> str:
+    """A digest of all that can change an object."""
     key = hashlib.sha256()
-    version = metadata.version("ziglang")
-    for part in (version, " ".join(command[1:]), source):
+    for part in (metadata.version("ziglang"), " ".join(flags), source):
         key.update(part.encode() + b"\0")
     for name, text in kernel_headers().items():
         key.update(name.encode() + b"\0" + text + b"\0")
-    cached = cache_dir() / "objects" / f"{key.hexdigest()}.so"
-    if cached.is_file():
-        return cached.read_bytes()
-    code = _run(command, source)
-    if not _writable(cached.parent):
-        return code
-    with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
-        file.write(code)
-    os.replace(file.name, cached)
-    return code
+    return key.hexdigest()
 
 
 def _compiler(cxx: str | None) -> list[str]:
@@ -90,8 +85,7 @@ def _run(command: list[str], source: str) -> bytes:
         for name, text in kernel_headers().items():
             (root / name).write_bytes(text)
         (root / "step.cpp").write_text(source)
-        # zig never ends in a cache that it cannot write
-        zig_cache = cache_dir() / "zig" if _writable(cache_dir() / "zig") else root / "zig"
+        zig_cache = _zig_cache() or root / "zig"
         env = os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(zig_cache), "ZIG_LOCAL_CACHE_DIR": str(root / "zig-local")}
         done = subprocess.run(
             [*command, "-I.", "step.cpp", "-o", "step.so"], cwd=root, env=env, capture_output=True, text=True
@@ -99,3 +93,13 @@ def _run(command: list[str], source: str) -> bytes:
         if done.returncode:
             raise RuntimeError(f"the generated unit does not compile:\n{done.stderr[-4000:]}")
         return (root / "step.so").read_bytes()
+
+
+def _zig_cache() -> Path | None:
+    """zig's own cache; None where it cannot be written: zig would try for ever."""
+    directory = cache_dir() / "zig"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return directory if os.access(directory, os.W_OK) else None

@@ -105,7 +105,18 @@ def test_the_cache_knows_all_that_can_change_an_object(monkeypatch: Any, cache: 
     compile_unit(UNIT, v3)
     monkeypatch.setattr(compiling, "_FLAGS", [*compiling._FLAGS, "-DX"])
     compile_unit(UNIT, v3)
-    assert len(compiles) == 6 == len(list(cache.glob("objects/*.so")))
+    assert len(compiles) == 6 == len(list(cache.glob("objects/*.bin")))
+
+
+def test_a_damaged_object_is_compiled_anew(cache: Path, compiles: list[Any]) -> None:
+    target = parse_target("cpu:x86-64")
+    compile_unit(UNIT, target)
+    (cached,) = cache.glob("objects/*.bin")
+    whole = cached.read_bytes()
+    for damaged in (whole[:-1] + b"E", whole[:-1], b""):
+        cached.write_bytes(damaged)
+        assert compile_unit(UNIT, target) == b"code" and cached.read_bytes() == whole
+    assert len(compiles) == 4
 
 
 def test_another_compiler_is_neither_cached_nor_guessed(cache: Path, compiles: list[Any]) -> None:
