@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmc.roofline import CONTEXT, PROMPT, KernelEstimate, kernel_estimates, read_header, step_seconds
+from llmc.roofline import CONTEXT, PROMPT, KernelEstimate, kernel_estimates, step_seconds
+from llmc.runtime.cuda.archive_format import read_header
 from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget
 from llmc.runtime.plan import Plan
 

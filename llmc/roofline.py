@@ -6,8 +6,6 @@ Williams, Waterman and Patterson 2009, "Roofline". Estimates from public figures
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,13 +33,6 @@ class KernelEstimate:
     rows: int
     seconds: float
     bound: str
-
-
-def read_header(segment: memoryview) -> dict[str, Any]:
-    """The JSON of an archive (docs/gpu.md)."""
-    (length,) = struct.unpack_from("<Q", segment)
-    header: dict[str, Any] = json.loads(bytes(segment[8 : 8 + length]))
-    return header
 
 
 def kernel_estimates(header: Mapping[str, Any], target: CudaTarget) -> list[KernelEstimate]:

@@ -5,7 +5,6 @@ docs/gpu.md describes the archive. The same program and target give the same byt
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +13,10 @@ from llmc.codegen.triton.configs import Bucket, Config, buckets
 from llmc.codegen.triton.launch import Arg, Dim, GpuProgram, Launch
 from llmc.codegen.triton.signature import parameters
 from llmc.errors import UserError
+from llmc.runtime.cuda.archive_format import aligned, pack_archive
 from llmc.runtime.cuda.targets import CudaTarget
-from llmc.runtime.plan import canonical_json
 
 GpuTarget = CudaTarget | HipTarget
-ARCHIVE_VERSION = 1
-_ALIGN = 16
 _TYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 """Triton's names of pointer types -> the compiler's names of types in constants."""
 
@@ -73,7 +70,6 @@ class _Archive:
             for w in program.weights
         ]  # fmt: skip
         header = {
-            "abi": ARCHIVE_VERSION,
             "vocab_size": program.vocab_size,
             "half": program.half,
             "arena": program.arena,
@@ -85,9 +81,7 @@ class _Archive:
             "kernels": self.kernels,
             "calls": calls,
         }
-        text = canonical_json(header)
-        head = struct.pack("<Q", len(text)) + text
-        return head + bytes(-len(head) % _ALIGN) + bytes(self.blob)
+        return pack_archive(header, bytes(self.blob))
 
     def call(self, launch: Launch) -> dict[str, Any]:
         variants = [
@@ -138,7 +132,7 @@ class _Archive:
         """The offset of a cubin; equal ones (the same kernel in several buckets) are stored once."""
         if cubin not in self.placed:
             self.placed[cubin] = len(self.blob)
-            self.blob += cubin + bytes(-len(cubin) % _ALIGN)
+            self.blob += cubin.ljust(aligned(len(cubin)), b"\0")
         return self.placed[cubin]
 
     def resolve(self, arg: Arg) -> list[Any]:

@@ -1,25 +1,19 @@
 """The GPU code of a plan: segment `code/cuda:sm_…`, one launch list with its kernels for one compute capability.
 
-Layout: u64 little-endian length of the JSON, the JSON (`runtime.plan.canonical_json`), zeros up to a multiple of 16
-from the start of the segment, the kernels' binaries one after another. The segment's digest was verified before, so
-what is refused here was written by another llmc.
+`archive_format.py` says how the segment is laid out.
 """
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from llmc.errors import UserError
+from llmc.runtime.cuda.archive_format import archive_fields, unpack_archive
 
-ABI = 1
 SYMBOLS = ("T", "R", "S", "D", "tiles0", "tiles1", "tiles2", "programs")
 BATCH_ARRAYS = ("meta", "tokens", "positions", "seqs", "starts", "rows", "decode_seqs", "decode_blocks",
                 "tiles0", "tiles1", "tiles2", "sampling", "tables", "extra")  # fmt: skip
-_LENGTH = struct.Struct("<Q")
 _OFFSETS = ("tokens", "rows", "weight", "staging")
 _NAMES = {"batch": BATCH_ARRAYS, "out": ("tokens", "logprobs"), "kv": ("key", "value", "key_scale", "value_scale")}
 _PLAIN = ("partials", "adjusted", "stats", "logits")
@@ -126,20 +120,13 @@ def read_archive(segment: memoryview, weights_size: int) -> Archive:
 
     Raises UserError for anything that could not be run: nothing is looked up in vain later on.
     """
-    try:
+    with archive_fields():
         return _read(segment, weights_size)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, struct.error, RecursionError) as error:
-        detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"the plan's GPU code is damaged or of another llmc ({detail}); rebuild the plan") from error
 
 
 def _read(segment: memoryview, weights_size: int) -> Archive:
-    (length,) = _LENGTH.unpack_from(segment)
-    start = -(-(_LENGTH.size + length) // 16) * 16
-    _require(start <= len(segment), "it is truncated")
-    data = json.loads(bytes(segment[_LENGTH.size : _LENGTH.size + length]))
-    _require(data["abi"] == ABI, f"ABI version {data['abi']}, this llmc runs {ABI}")
-    kernels = tuple(_kernel(entry, segment[start:]) for entry in data["kernels"])
+    data, binaries = unpack_archive(segment)
+    kernels = tuple(_kernel(entry, binaries) for entry in data["kernels"])
     tiles = tuple(_size(n, 1) for n in data["tile_tokens"])
     _require(1 <= len(tiles) <= 3, "the tile tables")
     region = data["weights"]

@@ -12,7 +12,7 @@ import pytest
 from llmc.codegen.triton.compile import HIP_TARGETS, CompiledKernel, KernelSpec
 from llmc.codegen.triton.emit import emit_archive
 from llmc.errors import UserError
-from llmc.roofline import read_header
+from llmc.runtime.cuda.archive_format import read_header
 from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget, find_cuda_target
 
 ASYNC = {90: {"HGMMA", "IGMMA"}, 100: {"UTCHMMA"}}

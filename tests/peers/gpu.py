@@ -25,7 +25,7 @@ from gpu_engines import Measured, Ours, Peer, Skipped
 from gpu_rounds import StepBytes, figures, measure, table, workloads
 
 from llmc.errors import UserError
-from llmc.roofline import read_header
+from llmc.runtime.cuda.archive_format import read_header
 from llmc.runtime.cuda.driver import CudaDevice, open_device
 from llmc.runtime.cuda.targets import choose_cuda_target
 from llmc.runtime.load import LoadOptions, load_engine

@@ -13,8 +13,8 @@ from gpu_engines import Ours, Peer, Prompts, Skipped
 from gpu_rounds import Results, StepBytes, Workload, figures, measure, table, workloads
 from interpreted_models import gpu_executor, interpreted_model
 
-from llmc.roofline import read_header
 from llmc.runtime.config import EngineConfig
+from llmc.runtime.cuda.archive_format import read_header
 from llmc.runtime.engine import Engine
 
 SCRIPT = Path(__file__).with_name("gpu.py")
