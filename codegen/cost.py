@@ -12,7 +12,8 @@ from torch import fx
 
 from llmc.kernels.ops import Attention, Embed, Linear, op_name
 from llmc.kernels.pack import LANES, packed_layout
-from llmc.passes.kv_layout import PAGE_SIZE, KVSlot
+from llmc.kv_page import PAGE_SIZE
+from llmc.passes.kv_layout import KVSlot
 from llmc.passes.shapes import PROBE_T
 from llmc.runtime.cost import Cost
 

@@ -19,9 +19,10 @@ import numpy.typing as npt
 from llmc import __version__
 from llmc.bench_cost import phase_work, step_work
 from llmc.errors import UserError
+from llmc.kv_page import PAGE_SIZE
 from llmc.machine import cpu_model, last_level_cache
 from llmc.progress import TerminalProgress
-from llmc.runtime.batch import PAGE_SIZE, Batch, Int32, RowSampling
+from llmc.runtime.batch import Batch, Int32, RowSampling
 from llmc.runtime.cost import StepShape, Work
 from llmc.runtime.executor import PEAKS, CpuExecutor, ExecutorConfig, anonymous_memory
 from llmc.runtime.load import available_memory

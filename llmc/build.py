@@ -36,6 +36,7 @@ from llmc.frontend.tokenizer import TokenizerAssets, load_tokenizer
 from llmc.frontend.tokens_major import import_graph
 from llmc.kernels.formats import BF16, F32, W4, W8
 from llmc.kernels.weights import Reader
+from llmc.kv_page import PAGE_SIZE
 from llmc.manifest import (
     DATA,
     accuracy_section,
@@ -50,7 +51,7 @@ from llmc.passes.pipeline import PipelineReport, listing, probe_batch, run_pipel
 from llmc.passes.result import PassContext
 from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget, find_cuda_target
 from llmc.runtime.detokenizer import TextCodec
-from llmc.runtime.executor import PAGE_SIZE, CpuExecutor, ExecutorConfig
+from llmc.runtime.executor import CpuExecutor, ExecutorConfig
 from llmc.runtime.targets import CPU_TARGETS, DEFAULT_TARGETS, Target, parse_target, runnable_targets
 from llmc.runtime.threads import default_threads
 

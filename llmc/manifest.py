@@ -14,7 +14,7 @@ from llmc.codegen.triton.launch import GpuProgram
 from llmc.codegen.weights import Entry
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.tokenizer import TokenizerAssets
-from llmc.passes.kv_layout import PAGE_SIZE
+from llmc.kv_page import PAGE_SIZE
 from llmc.passes.pipeline import PipelineReport
 
 DATA = Path(__file__).parent / "data"

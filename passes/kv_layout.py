@@ -13,10 +13,10 @@ from torch import fx
 from llmc.errors import UserError
 from llmc.kernels.dialect import OPS
 from llmc.kernels.ops import Attention
+from llmc.kv_page import PAGE_SIZE
 from llmc.passes.match import calls, shape
 from llmc.passes.result import PassContext, PassResult
 
-PAGE_SIZE = 16
 _BYTES = {"f32": 4, "bf16": 2, "int8": 1}
 _SCALE_BYTES = 4
 

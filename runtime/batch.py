@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
-PAGE_SIZE = 16
-"""Positions in one page of the KV pool."""
 
 
 class ExecutorLost(RuntimeError):

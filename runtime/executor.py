@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmc.errors import UserError
-from llmc.runtime.batch import PAGE_SIZE as PAGE_SIZE
+from llmc.kv_page import PAGE_SIZE
 from llmc.runtime.batch import Batch, StepOutput, nothing
 from llmc.runtime.batch_check import check_batch
 from llmc.runtime.numa import pin_caller, pin_pool, place_threads

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmc.errors import UserError
-from llmc.runtime.batch import PAGE_SIZE, Executor
+from llmc.kv_page import PAGE_SIZE
+from llmc.runtime.batch import Executor
 from llmc.runtime.chat import ChatTemplate
 from llmc.runtime.config import EngineConfig
 from llmc.runtime.cuda.targets import CudaTarget, choose_cuda_target

@@ -12,12 +12,11 @@ from llmc.codegen.triton.launch import Arg, Buffer, KVLayer, pow2
 from llmc.codegen.values import Value
 from llmc.errors import UserError
 from llmc.kernels.ops import Attention, Rope
+from llmc.kv_page import PAGE_SIZE
 from llmc.passes.kv_layout import KVSlot
 
-PAGE = 16
-BLOCK = 64
 ROWS = 64
-"""Key positions in a block and rows in a tile; equal to BLOCK and ROWS of kernels/triton/attention.py."""
+"""Rows in a tile; equal to ROWS of kernels/triton/attention.py."""
 MAX_HEAD_DIM = 256
 _BATCH = ("positions", "starts", "tables", "seqs", "decode_seqs", "decode_blocks")
 
@@ -121,7 +120,7 @@ def _kv_layer(slot: KVSlot) -> KVLayer:
     values = slot.value_bytes
     if slot.dtype != "int8":
         return KVLayer(slot.page_bytes, values, None, None)
-    return KVLayer(slot.page_bytes, values, 2 * values, 2 * values + PAGE * slot.heads * 4)
+    return KVLayer(slot.page_bytes, values, 2 * values, 2 * values + PAGE_SIZE * slot.heads * 4)
 
 
 def _check(slot: KVSlot, heads: int, path: str) -> None:

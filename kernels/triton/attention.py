@@ -12,6 +12,7 @@ import triton.language as tl
 
 from llmc.kernels.triton.numeric import LOG2E, merge_softmax, quantize_groups, tanh
 
+PAGE_SIZE = tl.constexpr(16)  # positions in a page of the pool
 BLOCK = tl.constexpr(64)  # key positions in a block: a part of the arithmetic, the same on every GPU
 ROWS = tl.constexpr(64)  # rows of a tile
 
@@ -38,8 +39,8 @@ def _attend_block(q, at, keys, values, key_scales, value_scales, table, kv_head,
     """Rows q [ROWS, DP] at positions `at` [ROWS] over one block of keys -> maximum, sum, weighted values."""
     j = block * BLOCK + tl.arange(0, BLOCK)
     inside = j < count
-    page = tl.load(table + j // 16, mask=inside, other=0).to(tl.int64)
-    slot = (page * HKV + kv_head) * 16 + j % 16
+    page = tl.load(table + j // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+    slot = (page * HKV + kv_head) * PAGE_SIZE + j % PAGE_SIZE
     k, k_scale = _load_kv(keys, key_scales, slot, inside, D, DP, HALF, True)
     PRECISION: tl.constexpr = "tf32x3" if tl.float32 == HALF else "ieee"  # of float32 operands
     s = tl.dot(q, k, input_precision=PRECISION)

@@ -6,6 +6,7 @@ Half-split form (GPT-NeoX, Llama): element d pairs with d + ROT/2 (Su et al. 202
 import triton
 import triton.language as tl
 
+from llmc.kernels.triton.attention import PAGE_SIZE
 from llmc.kernels.triton.numeric import round_even
 
 
@@ -54,7 +55,7 @@ def rope(x, table, y, meta, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr
 
 @triton.jit
 def _write_kv(v, pool, scales, slot, D: tl.constexpr, DP: tl.constexpr):
-    """v [DP] at row `slot` of a pool [pages * heads * 16, D]; with `scales`, as int8 with amax / 127."""
+    """v [DP] at row `slot` of a pool [pages * heads * PAGE_SIZE, D]; with `scales`, as int8 with amax / 127."""
     d = tl.arange(0, DP)
     if scales is not None:
         amax = tl.max(tl.abs(v), axis=0)
@@ -85,10 +86,12 @@ def rope_kv_write(q, k, v, table, q_out, keys, values, key_scales, value_scales,
     else:
         position = tl.load(positions + t)
         stride = tl.load(meta + 5).to(tl.int64)
-        page = tl.load(tables + tl.load(seqs + t) * stride + position // 16).to(tl.int64)
+        page = tl.load(tables + tl.load(seqs + t) * stride + position // PAGE_SIZE).to(tl.int64)
         if head < HQ + HKV:
             out = _rotated(k + t * LDK + KC + (head - HQ) * D, table, t, D, DP, ROT)
-            _write_kv(out, keys, key_scales, (page * HKV + head - HQ) * 16 + position % 16, D, DP)
+            _write_kv(out, keys, key_scales, (page * HKV + head - HQ) * PAGE_SIZE + position % PAGE_SIZE, D, DP)
         else:
             out = tl.load(v + t * LDV + VC + (head - HQ - HKV) * D + d, mask=d < D, other=0)
-            _write_kv(out, values, value_scales, (page * HKV + head - HQ - HKV) * 16 + position % 16, D, DP)
+            _write_kv(
+                out, values, value_scales, (page * HKV + head - HQ - HKV) * PAGE_SIZE + position % PAGE_SIZE, D, DP
+            )

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.runtime.batch import PAGE_SIZE, Batch, StepOutput, nothing
+from llmc.kv_page import PAGE_SIZE
+from llmc.runtime.batch import Batch, StepOutput, nothing
 from llmc.runtime.batch_check import check_batch
 from llmc.runtime.cuda.archive import Archive, read_archive
 from llmc.runtime.cuda.devices import Bytes, Device, DeviceError, DeviceLost, OutOfMemory

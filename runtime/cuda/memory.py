@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmc.errors import UserError
-from llmc.runtime.batch import PAGE_SIZE
+from llmc.kv_page import PAGE_SIZE
 from llmc.runtime.cuda.archive import Archive, Arg
 from llmc.runtime.cuda.devices import Bytes, Device, OutOfMemory
 from llmc.runtime.cuda.upload import BLOCK, BatchBuffer, BatchLayout

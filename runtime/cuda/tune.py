@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from llmc.runtime.batch import PAGE_SIZE, Batch, RowSampling
+from llmc.kv_page import PAGE_SIZE
+from llmc.runtime.batch import Batch, RowSampling
 from llmc.runtime.cuda.archive import choice_key
 from llmc.runtime.cuda.executor import CudaExecutor
 from llmc.runtime.cuda.launches import Launch, Launcher

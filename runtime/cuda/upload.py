@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from llmc.runtime.batch import PAGE_SIZE, Batch, Int32
+from llmc.kv_page import PAGE_SIZE
+from llmc.runtime.batch import Batch, Int32
 from llmc.runtime.cuda.devices import Bytes
 from llmc.runtime.sampling_rows import ROW_SAMPLING, pack_sampling
 

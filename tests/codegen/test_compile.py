@@ -15,6 +15,7 @@ from tiny_engines import compiled, lowered
 from llmc.codegen.cpu import compile as compiling
 from llmc.codegen.cpu.compile import compile_unit
 from llmc.errors import UserError
+from llmc.kv_page import PAGE_SIZE
 from llmc.runtime.executor import load_code
 from llmc.runtime.targets import CPU_TARGETS, parse_target
 
@@ -68,6 +69,10 @@ def test_a_warm_and_a_cold_cache_give_the_same_bytes(monkeypatch: Any, cache: Pa
     path = tmp_path / "unit.so"
     path.write_bytes(codes[0])
     assert ctypes.CDLL(str(path)).answer() == 42
+
+
+def test_the_page_size_of_the_kernels_is_that_of_the_runtime() -> None:
+    assert f"constexpr int kPageSize = {PAGE_SIZE};".encode() in compiling.kernel_headers()["abi.h"]
 
 
 @pytest.mark.parametrize("target", CPU_TARGETS, ids=lambda t: t.name)

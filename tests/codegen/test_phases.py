@@ -9,7 +9,7 @@ from tiny_engines import Sequences, executor, lowered
 
 from llmc.codegen.cpu.phases import phase_lines
 from llmc.kernels.pack import LANES
-from llmc.passes.kv_layout import PAGE_SIZE
+from llmc.kv_page import PAGE_SIZE
 from llmc.runtime.phases import Phase, parse_phases
 
 

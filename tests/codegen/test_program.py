@@ -16,7 +16,7 @@ from llmc.codegen.cpu.program import Program, select_kernels
 from llmc.errors import UserError
 from llmc.kernels.dialect import OPS
 from llmc.kernels.weights import Stored
-from llmc.passes.kv_layout import PAGE_SIZE
+from llmc.kv_page import PAGE_SIZE
 from llmc.passes.shapes import annotate_shapes
 
 aten = torch.ops.aten

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from llmc.kv_page import PAGE_SIZE
 from llmc.runtime.batch import Batch, RowSampling
 from llmc.runtime.config import EngineConfig
 from llmc.runtime.engine import Engine
-from llmc.runtime.executor import PAGE_SIZE, CpuExecutor, ExecutorConfig
+from llmc.runtime.executor import CpuExecutor, ExecutorConfig
 from llmc.runtime.load import load_codec
 from llmc.runtime.plan import Plan
 from llmc.runtime.request import Request, RequestOutput, TokenLogprob

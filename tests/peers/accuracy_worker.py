@@ -19,7 +19,8 @@ def llmc(model: str, windows: Windows) -> list[Logits]:
     """The plan's machine code, as the accuracy report of `llmc build` runs it."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # llmc, from a checkout that is not installed
     from llmc.accuracy import ROWS, engine_logits
-    from llmc.runtime.executor import PAGE_SIZE, CpuExecutor, ExecutorConfig
+    from llmc.kv_page import PAGE_SIZE
+    from llmc.runtime.executor import CpuExecutor, ExecutorConfig
     from llmc.runtime.plan import Plan
     from llmc.runtime.targets import choose_target
 

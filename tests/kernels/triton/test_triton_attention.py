@@ -9,13 +9,22 @@ import pytest
 import torch
 from triton_harness import F16, SLACK, TRITON_TYPES, Form, Output, ceil_div, launch, meta, pow2
 
+from llmc.codegen.triton import attention as lowering
 from llmc.kernels.dialect import OPS
 from llmc.kernels.triton import attention
+from llmc.kv_page import PAGE_SIZE
+from llmc.runtime.cuda import upload
 
 F32, I8 = torch.float32, torch.int8
 PAGE, BLOCK, ROWS = 16, 64, 64
 TOLERANCE = {F32: 2e-6 * SLACK, F16: 1e-3 * SLACK, I8: 1e-3 * SLACK}
 """Largest error of an output, for values of about 1: float32 rounding; probabilities rounded to 16 bits."""
+
+
+def test_pages_blocks_and_tiles_are_those_of_compiler_and_runtime():
+    assert attention.PAGE_SIZE.value == PAGE_SIZE
+    assert attention.BLOCK.value == upload.BLOCK
+    assert attention.ROWS.value == lowering.ROWS
 
 
 def int32(values):
