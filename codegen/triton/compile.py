@@ -117,10 +117,11 @@ def compile_kernels(specs: Sequence[KernelSpec], target: Target, advance: Callab
     missing = {key: spec for key, spec in zip(keys, specs, strict=True) if key not in results}
     if missing:
         results |= _compile(missing, target, lambda key: advance(count[key]))
-    return [_within_limits(results[key], target) for key in keys]
+    return [within_limits(results[key], target) for key in keys]
 
 
-def _within_limits(result: Result, target: Target) -> Result:
+def within_limits(result: Result, target: Target) -> Result:
+    """A kernel, or the reason why a block of the target has no room for it."""
     if isinstance(result, str):
         return result
     if result.shared > target.shared_limit:

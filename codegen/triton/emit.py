@@ -101,8 +101,6 @@ class _Archive:
             result = self.compiled[spec]
             if isinstance(result, str):
                 reasons.append(result)
-            elif result.shared > self.target.shared_limit:
-                reasons.append(f"{result.shared} bytes of shared memory, the limit is {self.target.shared_limit}")
             else:
                 good.append((result.spill_bytes, spec, result, config))
         if not good:
