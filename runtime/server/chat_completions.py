@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from llmc.runtime.detokenizer import TextCodec
 from llmc.runtime.request import Request, RequestError, RequestOutput, TokenLogprob
-from llmc.runtime.server.http import EventStream, error_object, json_response, read_body, until_disconnect
+from llmc.runtime.server.answer import logprob, new_id, respond
+from llmc.runtime.server.http import read_body
 from llmc.runtime.server.protocol import ChatBody, Message, parse
 from llmc.runtime.server.sampling import sampling_params
-from llmc.runtime.server.service import Envelope, Service, Usage, logprob, new_id, raise_failure
-from llmc.runtime.stream import AsyncStream
+from llmc.runtime.server.service import Service
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
@@ -32,14 +32,8 @@ async def chat_completions(service: Service, http: HttpRequest) -> Response:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     request = Request(new_id("req"), prompt, params)
-    answer = _Answer(service, request)
-    stream = service.engine.open_stream([request])
-    if body.stream:
-        return EventStream(answer.events(stream, include_usage), stream.close)
-    try:
-        return json_response(await until_disconnect(http, answer.collect(stream)))
-    finally:
-        stream.close()
+    choices = _Choices(service.model.codec, params.logprobs is not None)
+    return await respond(service, http, [request], choices, stream=bool(body.stream), include_usage=include_usage)
 
 
 def _refuse_unsupported(body: ChatBody) -> None:
@@ -89,61 +83,33 @@ def _template_message(message: Message, index: int, knows_developer: bool) -> di
     return {**(message.model_extra or {}), "role": role, "content": content}
 
 
-class _Answer:
-    """One response under way."""
+class _Choices:
+    """The choices of one response. Its chunks: the roles, the text, for each choice an empty one with its finish
+    reason."""
 
-    def __init__(self, service: Service, request: Request) -> None:
-        self._codec = service.model.codec
-        self._name = service.model.name
-        self._id = new_id("chatcmpl")
-        self._n = request.params.n
-        self._with_logprobs = request.params.logprobs is not None
-        self._usage = Usage([request.prompt])
+    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    async def collect(self, stream: AsyncStream) -> dict[str, Any]:
-        """The whole response, when all sequences have ended."""
-        gathered: list[RequestOutput | None] = [None] * self._n
-        async for output in stream:
-            raise_failure(output)
-            self._usage.add(output)
-            before = gathered[output.index]
-            gathered[output.index] = output if before is None else before.merge(output)
-        choices = [
-            {
-                "index": output.index,
-                "message": {"role": "assistant", "content": output.text, "refusal": None},
-                "logprobs": self._logprobs(output.logprobs),
-                "finish_reason": output.finish_reason,
-            }
-            for output in gathered
-            if output is not None
-        ]
-        envelope = Envelope(self._id, "chat.completion", self._name)
-        return envelope.wrap(choices, usage=self._usage.as_dict())
+    def __init__(self, codec: TextCodec, with_logprobs: bool) -> None:
+        self._codec, self._with_logprobs = codec, with_logprobs
 
-    async def events(self, stream: AsyncStream, include_usage: bool) -> AsyncIterator[dict[str, Any]]:
-        """The response in chunks: the roles, the text, for each choice an empty one with its finish
-        reason.
-        """
-        envelope = Envelope(self._id, "chat.completion.chunk", self._name)
-        more: dict[str, Any] = {"usage": None} if include_usage else {}
-        for index in range(self._n):
-            yield envelope.wrap([_delta(index, {"role": "assistant", "content": ""})], **more)
-        try:
-            async for output in stream:
-                raise_failure(output)
-                self._usage.add(output)
-                if output.text or output.logprobs:
-                    logprobs = self._logprobs(output.logprobs)
-                    yield envelope.wrap([_delta(output.index, {"content": output.text}, logprobs)], **more)
-                if output.finish_reason is not None:
-                    yield envelope.wrap([_delta(output.index, {}, reason=output.finish_reason)], **more)
-        except RequestError as error:
-            # The status is long sent.
-            yield error_object(error)
-            return
-        if include_usage:
-            yield envelope.wrap([], usage=self._usage.as_dict())
+    def whole(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "logprobs": self._logprobs(output.logprobs),
+            "finish_reason": output.finish_reason,
+        }
+
+    def first(self, index: int) -> dict[str, Any]:
+        return _delta(index, {"role": "assistant", "content": ""})
+
+    def next(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        deltas = []
+        if output.text or output.logprobs:
+            deltas.append(_delta(index, {"content": output.text}, self._logprobs(output.logprobs)))
+        if output.finish_reason is not None:
+            deltas.append(_delta(index, {}, reason=output.finish_reason))
+        return deltas
 
     def _logprobs(self, entries: tuple[TokenLogprob, ...]) -> dict[str, Any] | None:
         if not self._with_logprobs:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections import Counter
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from llmc.runtime.detokenizer import TextCodec
 from llmc.runtime.request import Request, RequestError, RequestOutput, TokenLogprob
-from llmc.runtime.server.http import EventStream, error_object, json_response, read_body, until_disconnect
+from llmc.runtime.server.answer import logprob, new_id, respond
+from llmc.runtime.server.http import read_body
 from llmc.runtime.server.protocol import CompletionBody, parse
 from llmc.runtime.server.sampling import sampling_params
-from llmc.runtime.server.service import Envelope, Service, Usage, logprob, new_id, raise_failure
-from llmc.runtime.stream import AsyncStream
+from llmc.runtime.server.service import Service
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -28,14 +29,8 @@ async def completions(service: Service, http: HttpRequest) -> Response:
     prompts = await _encode(service, body)
     requests = [_request(service, body, prompt) for prompt in prompts]
     echo = [service.model.codec.decode(prompt) for prompt in prompts] if body.echo else None
-    answer = _Answer(service, requests, echo, body.logprobs)
-    stream = service.engine.open_stream(requests)
-    if body.stream:
-        return EventStream(answer.events(stream, include_usage), stream.close)
-    try:
-        return json_response(await until_disconnect(http, answer.collect(stream)))
-    finally:
-        stream.close()
+    choices = _Choices(service.model.codec, requests[0].params.n, echo, body.logprobs)
+    return await respond(service, http, requests, choices, stream=bool(body.stream), include_usage=include_usage)
 
 
 def _refuse_unsupported(body: CompletionBody) -> None:
@@ -76,60 +71,27 @@ def _request(service: Service, body: CompletionBody, prompt: tuple[int, ...]) ->
     return Request(new_id("req"), prompt, params)
 
 
-class _Answer:
-    """One response under way: choice i*n + j is sequence j of prompt i."""
+class _Choices:
+    """The choices of one response, `n` of every prompt. echo: what stands before them; logprobs: how many to list."""
 
-    def __init__(self, service: Service, requests: list[Request], echo: list[str] | None, logprobs: int | None) -> None:
-        self._codec = service.model.codec
-        self._envelope = Envelope(new_id("cmpl"), "text_completion", service.model.name)
-        self._n = requests[0].params.n
-        self._first_choice = {request.request_id: i * self._n for i, request in enumerate(requests)}
-        self._num_choices = self._n * len(requests)
-        self._echo = echo
-        self._logprobs = logprobs
-        self._usage = Usage([request.prompt for request in requests])
-        self._offsets = [0] * self._num_choices
+    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    async def collect(self, stream: AsyncStream) -> dict[str, Any]:
-        """The whole response, when all sequences have ended."""
-        gathered: list[RequestOutput | None] = [None] * self._num_choices
-        async for output in stream:
-            raise_failure(output)
-            self._usage.add(output)
-            choice = self._choice_of(output)
-            before = gathered[choice]
-            gathered[choice] = output if before is None else before.merge(output)
-        choices = [
-            self._choice(i, self._echoed(i) + output.text, output)
-            for i, output in enumerate(gathered)
-            if output is not None
-        ]
-        return self._envelope.wrap(choices, usage=self._usage.as_dict())
+    def __init__(self, codec: TextCodec, n: int, echo: list[str] | None, logprobs: int | None) -> None:
+        self._codec, self._n, self._echo, self._logprobs = codec, n, echo, logprobs
+        self._offsets: Counter[int] = Counter()
 
-    async def events(self, stream: AsyncStream, include_usage: bool) -> AsyncIterator[dict[str, Any]]:
-        """The response in chunks. A failure is a last chunk with an error, as the status is long sent."""
-        more: dict[str, Any] = {"usage": None} if include_usage else {}
-        if self._echo is not None:
-            for i in range(self._num_choices):
-                yield self._envelope.wrap([self._choice(i, self._echoed(i), None)], **more)
-        try:
-            async for output in stream:
-                raise_failure(output)
-                self._usage.add(output)
-                if output.text or output.logprobs or output.finish_reason:
-                    choice = self._choice(self._choice_of(output), output.text, output)
-                    yield self._envelope.wrap([choice], **more)
-        except RequestError as error:
-            yield error_object(error)
-            return
-        if include_usage:
-            yield self._envelope.wrap([], usage=self._usage.as_dict())
+    def whole(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        return self._choice(index, self._echoed(index) + output.text, output)
 
-    def _choice_of(self, output: RequestOutput) -> int:
-        return self._first_choice[output.request_id] + output.index
+    def first(self, index: int) -> dict[str, Any] | None:
+        return None if self._echo is None else self._choice(index, self._echoed(index), None)
 
-    def _echoed(self, choice: int) -> str:
-        return "" if self._echo is None else self._echo[choice // self._n]
+    def next(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        anything = output.text or output.logprobs or output.finish_reason
+        return [self._choice(index, output.text, output)] if anything else []
+
+    def _echoed(self, index: int) -> str:
+        return "" if self._echo is None else self._echo[index // self._n]
 
     def _choice(self, index: int, text: str, output: RequestOutput | None) -> dict[str, Any]:
         logprobs = None
