@@ -24,10 +24,10 @@ from llmc.machine import cpu_model, last_level_cache
 from llmc.progress import TerminalProgress
 from llmc.runtime.batch import Batch, Int32, RowSampling
 from llmc.runtime.cost import StepShape, Work
-from llmc.runtime.executor import PEAKS, CpuExecutor, ExecutorConfig, anonymous_memory
+from llmc.runtime.cpu.executor import PEAKS, CpuExecutor, ExecutorConfig, anonymous_memory
+from llmc.runtime.cpu.targets import Target, choose_target
 from llmc.runtime.load import available_memory
 from llmc.runtime.plan import Plan, manifest_fields
-from llmc.runtime.targets import Target, choose_target
 from llmc.runtime.threads import default_threads
 
 _GREEDY = RowSampling(temperature=0.0, want_logprob=False)

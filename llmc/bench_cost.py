@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmc.runtime.cost import StepShape, Units, Work
-from llmc.runtime.phases import Phase
+from llmc.runtime.cpu.phases import Phase
 
 CPU_UNITS = Units({"int8": "int8", "int4": "int4", "float16": "fp32", "float32": "fp32"}, activations=False)
-"""Kinds of runtime/executor.py's PEAKS."""
+"""Kinds of runtime/cpu/executor.py's PEAKS."""
 
 
 def phase_work(phase: Phase, shape: StepShape) -> Work:

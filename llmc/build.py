@@ -49,10 +49,10 @@ from llmc.manifest import (
 )
 from llmc.passes.pipeline import PipelineReport, listing, probe_batch, run_pipeline
 from llmc.passes.result import PassContext
+from llmc.runtime.cpu.executor import CpuExecutor, ExecutorConfig
+from llmc.runtime.cpu.targets import CPU_TARGETS, DEFAULT_TARGETS, Target, parse_target, runnable_targets
 from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget, find_cuda_target
 from llmc.runtime.detokenizer import TextCodec
-from llmc.runtime.executor import CpuExecutor, ExecutorConfig
-from llmc.runtime.targets import CPU_TARGETS, DEFAULT_TARGETS, Target, parse_target, runnable_targets
 from llmc.runtime.threads import default_threads
 
 PRECISIONS = {"fp32": (F32, F32, "f32"), "bf16": (BF16, BF16, "bf16"), "int8": (W8, W8, "bf16"),

@@ -13,13 +13,13 @@ from llmc.kv_page import PAGE_SIZE
 from llmc.runtime.batch import Executor
 from llmc.runtime.chat import ChatTemplate
 from llmc.runtime.config import EngineConfig
+from llmc.runtime.cpu.executor import CpuExecutor, ExecutorConfig
+from llmc.runtime.cpu.targets import choose_target
 from llmc.runtime.cuda.targets import CudaTarget, choose_cuda_target
 from llmc.runtime.detokenizer import TextCodec
 from llmc.runtime.engine import Engine
-from llmc.runtime.executor import CpuExecutor, ExecutorConfig
 from llmc.runtime.plan import Plan, manifest_fields
 from llmc.runtime.server.model import SamplingDefaults, ServedModel
-from llmc.runtime.targets import choose_target
 from llmc.runtime.threads import default_threads
 
 if TYPE_CHECKING:  # loaded for a GPU alone

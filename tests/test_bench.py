@@ -25,9 +25,9 @@ from llmc.codegen.plan_writer import PlanWriter
 from llmc.errors import UserError
 from llmc.files import replace_file
 from llmc.progress import TerminalProgress
-from llmc.runtime.phases import parse_phases
+from llmc.runtime.cpu.phases import parse_phases
+from llmc.runtime.cpu.targets import parse_target
 from llmc.runtime.plan import Plan
-from llmc.runtime.targets import parse_target
 
 LONGEST = 128
 SMALL = ("--input-len", "16,40", "--batch-size", "1,3", "--context-len", "20,64", "--output-len", "2", "--rounds", "2",

@@ -6,7 +6,7 @@ import pytest
 
 from llmc.bench_cost import phase_work, step_work
 from llmc.runtime.cost import Cost, StepShape, Units, Work
-from llmc.runtime.phases import Phase
+from llmc.runtime.cpu.phases import Phase
 
 EMBED = Phase("embed", "e", (Cost("T", row_bytes=7),))
 LINEAR = Phase("linear w4", "l", (Cost("T", 1000, macs=600, arithmetic="int4"),))

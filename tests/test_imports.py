@@ -36,7 +36,7 @@ _COMMANDS = "import llmc.cli, llmc.bench, llmc.bench_report, llmc.bench_plot, ll
 
 def test_the_runtime_and_the_command_line_load_no_compiler() -> None:
     loaded = _loaded(_COMMANDS + _RUNTIME)
-    assert {"llmc.runtime.server.app", "llmc.runtime.executor", "llmc.runtime.chat", "fastapi"} <= loaded
+    assert {"llmc.runtime.server.app", "llmc.runtime.cpu.executor", "llmc.runtime.chat", "fastapi"} <= loaded
     assert not loaded & {*COMPILER, *OURS}
 
 
@@ -45,7 +45,7 @@ def test_the_runtime_works_where_the_compiler_is_not_installed() -> None:
     assert "llmc.runtime.server.app" in _loaded(blocked + _COMMANDS + _RUNTIME)
 
 
-@pytest.mark.parametrize("module", ["llmc", "llmc.errors", "llmc.runtime.plan", "llmc.runtime.targets"])
+@pytest.mark.parametrize("module", ["llmc", "llmc.errors", "llmc.runtime.plan", "llmc.runtime.cpu.targets"])
 def test_a_light_module_loads_nothing_heavy(module: str) -> None:
     heavy = {*COMPILER, *OURS, "numpy", "fastapi", "pydantic", "tokenizers", "uvicorn", "jinja2"}
     assert not _loaded(f"import {module}") & heavy

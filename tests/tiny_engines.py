@@ -26,8 +26,8 @@ from llmc.kernels.weights import Reader
 from llmc.passes.pipeline import run_pipeline
 from llmc.passes.result import PassContext
 from llmc.runtime.batch import Batch, Executor, Float32, RowSampling
-from llmc.runtime.executor import CpuExecutor, ExecutorConfig
-from llmc.runtime.targets import parse_target
+from llmc.runtime.cpu.executor import CpuExecutor, ExecutorConfig
+from llmc.runtime.cpu.targets import parse_target
 
 GREEDY = RowSampling(temperature=0.0)
 PRECISIONS = BUILT | {"int8, float32 KV": (W8, W8, "f32"), "int4, float32 KV": (W4, W8, "f32"),

@@ -21,7 +21,7 @@ from pathlib import Path
 from llmc.cache import cache_dir
 from llmc.codegen import object_cache
 from llmc.errors import UserError
-from llmc.runtime.targets import Target
+from llmc.runtime.cpu.targets import Target
 
 KERNEL_DIR = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _FLAGS = (

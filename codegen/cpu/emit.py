@@ -34,7 +34,7 @@ static void step(void* engine, Par par) {
 _EPILOGUE = """\
 }
 
-// One line per phase of the step, its fields separated by tabs; runtime/phases.py says what they are.
+// One line per phase of the step, its fields separated by tabs; runtime/cpu/phases.py says what they are.
 constexpr const char* kPhaseLines = @PHASE_LINES@;
 
 }  // namespace llmc

@@ -1,6 +1,6 @@
 """What each phase of a step is and must read and compute, for a profile.
 
-The machine code carries one line of JSON per phase; runtime/phases.py reads it.
+The machine code carries one line of JSON per phase; runtime/cpu/phases.py reads it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from llmc.codegen.cpu.program import Program
 
 
 def phase_lines(program: Program) -> list[str]:
-    """One line per phase; `Phase` in runtime/phases.py says what is in it."""
+    """One line per phase; `Phase` in runtime/cpu/phases.py says what is in it."""
     return [_line(list(calls)) for _, calls in groupby(program.calls, key=lambda call: call.phase)]
 
 

@@ -1,4 +1,4 @@
-// The binary interface between runtime/executor.py and the code that codegen/cpu emits.
+// The binary interface between runtime/cpu/executor.py and the code that codegen/cpu emits.
 // Every pointer is host memory owned by the caller and valid for the call. Change kAbiVersion with any change here
 // or in a weight layout; runtime/plan.py holds the same number.
 #pragma once

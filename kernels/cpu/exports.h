@@ -1,5 +1,5 @@
-// The functions of the shared object that runtime/executor.py calls, over the step of the unit that includes this file.
-// Before, the unit defines in llmc: kVocab, the bytes kTokenBytes (of tokens_arena, per token), kRowBytes (of
+// The functions of the shared object that runtime/cpu/executor.py calls, over the step of the unit that includes this
+// file. Before, the unit defines in llmc: kVocab, the bytes kTokenBytes (of tokens_arena, per token), kRowBytes (of
 // rows_arena, per row) and kPageBytes (of the KV pool, per page, all layers), kPhases, kPhaseLines and step().
 #pragma once
 #include <errno.h>
@@ -57,7 +57,7 @@ LLMC_EXPORT int32_t llmc_step(void* engine, const Batch* batch) {
   return 0;
 }
 
-// One line per phase of a step, its fields separated by tabs; runtime/phases.py says what they are.
+// One line per phase of a step, its fields separated by tabs; runtime/cpu/phases.py says what they are.
 LLMC_EXPORT const char* llmc_phases() { return kPhaseLines; }
 
 // From now on steps add the nanoseconds of each phase to ns[phase]; null stops that. Not during a step.

@@ -162,7 +162,7 @@ inline Pool* pool_create(int nt, int* error) {
       pool_stop(pool, i);
       return nullptr;
     }
-    char name[16];  // as top -H shows it, and runtime/numa.py looks for it
+    char name[16];  // as top -H shows it, and runtime/cpu/numa.py looks for it
     snprintf(name, sizeof(name), "llmc-pool-%d", i);
     pthread_setname_np(pool->workers[i].thread, name);
   }

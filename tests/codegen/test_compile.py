@@ -16,8 +16,8 @@ from llmc.codegen.cpu import compile as compiling
 from llmc.codegen.cpu.compile import compile_unit
 from llmc.errors import UserError
 from llmc.kv_page import PAGE_SIZE
-from llmc.runtime.executor import load_code
-from llmc.runtime.targets import CPU_TARGETS, parse_target
+from llmc.runtime.cpu.executor import load_code
+from llmc.runtime.cpu.targets import CPU_TARGETS, parse_target
 
 UNIT = """
 #include "abi.h"

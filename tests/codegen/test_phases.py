@@ -10,7 +10,7 @@ from tiny_engines import Sequences, executor, lowered
 from llmc.codegen.cpu.phases import phase_lines
 from llmc.kernels.pack import LANES
 from llmc.kv_page import PAGE_SIZE
-from llmc.runtime.phases import Phase, parse_phases
+from llmc.runtime.cpu.phases import Phase, parse_phases
 
 
 def phases_of(family: str, precision: str) -> tuple[Phase, ...]:

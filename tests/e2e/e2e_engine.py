@@ -13,12 +13,12 @@ import numpy.typing as npt
 from llmc.kv_page import PAGE_SIZE
 from llmc.runtime.batch import Batch, RowSampling
 from llmc.runtime.config import EngineConfig
+from llmc.runtime.cpu.executor import CpuExecutor, ExecutorConfig
+from llmc.runtime.cpu.targets import choose_target
 from llmc.runtime.engine import Engine
-from llmc.runtime.executor import CpuExecutor, ExecutorConfig
 from llmc.runtime.load import load_codec
 from llmc.runtime.plan import Plan
 from llmc.runtime.request import Request, RequestOutput, TokenLogprob
-from llmc.runtime.targets import choose_target
 
 GREEDY = RowSampling(temperature=0.0)
 

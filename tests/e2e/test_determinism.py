@@ -13,7 +13,7 @@ from e2e_harness import report
 from e2e_prompts import PROMPTS
 
 from llmc.runtime.batch import Batch
-from llmc.runtime.executor import CpuExecutor
+from llmc.runtime.cpu.executor import CpuExecutor
 from llmc.runtime.load import load_codec
 from llmc.runtime.plan import Plan
 from llmc.runtime.request import Request, SamplingParams

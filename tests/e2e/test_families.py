@@ -22,7 +22,7 @@ from tiny_engines import Sequences
 
 from llmc.build import BuildOptions, build
 from llmc.errors import UserError
-from llmc.runtime.executor import CpuExecutor, ExecutorConfig
+from llmc.runtime.cpu.executor import CpuExecutor, ExecutorConfig
 from llmc.runtime.plan import Plan
 
 pytestmark = pytest.mark.e2e
@@ -175,7 +175,7 @@ def test_a_shorter_context_changes_the_limit_and_no_logits(made: Any, tmp_path: 
 
 def test_all_targets_in_one_plan_agree(made: Any, tmp_path: Path) -> None:
     """Every target that this machine runs, over the same weights segment."""
-    from llmc.runtime.targets import DEFAULT_TARGETS, runnable_targets
+    from llmc.runtime.cpu.targets import DEFAULT_TARGETS, runnable_targets
 
     _, checkpoint, _ = made("llama")
     plan = _plan(checkpoint, tmp_path / "x.plan", "int8", targets=(), check_passes=False)

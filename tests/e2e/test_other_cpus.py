@@ -10,8 +10,8 @@ from e2e_harness import assert_refused, llmc
 from families import VOCAB, save_checkpoint, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from llmc.runtime.cpu.targets import runnable_targets
 from llmc.runtime.plan import Plan
-from llmc.runtime.targets import runnable_targets
 
 pytestmark = pytest.mark.cross
 

@@ -27,7 +27,7 @@ import pytest
 from cross_guest import PACKAGES, SYSROOT, Guest, is_installed
 
 import llmc.kernels
-from llmc.runtime.targets import parse_target
+from llmc.runtime.cpu.targets import parse_target
 
 HEADERS = Path(llmc.kernels.__file__).resolve().parent / "cpu"
 PORTABLE, V3, V4 = "x86_64", "x86_64_v3", "x86_64_v4+avx512vnni"

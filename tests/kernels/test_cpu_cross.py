@@ -20,9 +20,9 @@ from llmc.codegen.cpu.compile import compile_unit
 from llmc.kernels import pack
 from llmc.kernels.formats import W8
 from llmc.runtime.batch import Batch, StepOutput
-from llmc.runtime.executor import CpuExecutor, ExecutorConfig
+from llmc.runtime.cpu.executor import CpuExecutor, ExecutorConfig
+from llmc.runtime.cpu.targets import parse_target
 from llmc.runtime.sampling_rows import pack_sampling
-from llmc.runtime.targets import parse_target
 
 pytestmark = pytest.mark.cross
 

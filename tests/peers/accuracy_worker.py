@@ -20,9 +20,9 @@ def llmc(model: str, windows: Windows) -> list[Logits]:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # llmc, from a checkout that is not installed
     from llmc.accuracy import ROWS, engine_logits
     from llmc.kv_page import PAGE_SIZE
-    from llmc.runtime.executor import CpuExecutor, ExecutorConfig
+    from llmc.runtime.cpu.executor import CpuExecutor, ExecutorConfig
+    from llmc.runtime.cpu.targets import choose_target
     from llmc.runtime.plan import Plan
-    from llmc.runtime.targets import choose_target
 
     plan, pages = Plan.open(Path(model)), -(-len(windows[0]) // PAGE_SIZE)
     target = choose_target(list(plan.manifest["targets"]))

@@ -16,7 +16,7 @@ from gpu_engines import Skipped
 from llmc.errors import UserError
 from llmc.files import replace_file
 from llmc.machine import cpu_model
-from llmc.runtime.targets import host_features
+from llmc.runtime.cpu.targets import host_features
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")

@@ -1,4 +1,4 @@
-"""runtime/executor.py over real machine code of a tiny Llama: results that depend on the sequence alone, and
+"""runtime/cpu/executor.py over real machine code of a tiny Llama: results that depend on the sequence alone, and
 refusals of every batch that the machine code could not trust."""
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from families import VOCAB
 from tiny_engines import GREEDY, Sequences, compiled, executor, lowered
 
-import llmc.runtime.executor as executor_module
+import llmc.runtime.cpu.executor as executor_module
 from llmc.errors import UserError
 from llmc.kernels.dialect import OPS
 from llmc.kernels.interpret import run_graph
 from llmc.runtime.batch import Batch, RowSampling
-from llmc.runtime.executor import CpuExecutor, ExecutorConfig, load_code
+from llmc.runtime.cpu.executor import CpuExecutor, ExecutorConfig, load_code
 from llmc.runtime.plan import ABI_VERSION
 
 _RNG = np.random.default_rng(5)
@@ -338,7 +338,7 @@ def test_code_that_cannot_be_loaded_is_a_user_error() -> None:
 
 
 def test_code_of_another_abi_is_refused(monkeypatch: Any) -> None:
-    monkeypatch.setattr("llmc.runtime.executor.ABI_VERSION", ABI_VERSION + 1)
+    monkeypatch.setattr("llmc.runtime.cpu.executor.ABI_VERSION", ABI_VERSION + 1)
     with pytest.raises(UserError, match="another ABI version; rebuild"):
         load_code(compiled("llama")[0])
 

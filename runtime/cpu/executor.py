@@ -21,8 +21,8 @@ from llmc.errors import UserError
 from llmc.kv_page import PAGE_SIZE
 from llmc.runtime.batch import Batch, StepOutput, nothing
 from llmc.runtime.batch_check import check_batch
-from llmc.runtime.numa import pin_caller, pin_pool, place_threads
-from llmc.runtime.phases import Phase, parse_phases
+from llmc.runtime.cpu.numa import pin_caller, pin_pool, place_threads
+from llmc.runtime.cpu.phases import Phase, parse_phases
 from llmc.runtime.plan import ABI_VERSION
 from llmc.runtime.sampling_rows import pack_sampling
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmc.runtime import numa
+from llmc.runtime.cpu import numa
 
 
 @pytest.fixture

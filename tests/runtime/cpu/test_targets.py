@@ -1,4 +1,4 @@
-"""runtime/targets.py: names, what this machine runs, and what a plan's code is chosen by."""
+"""runtime/cpu/targets.py: names, what this machine runs, and what a plan's code is chosen by."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from llmc.errors import UserError
-from llmc.runtime import targets, threads
-from llmc.runtime.targets import (
+from llmc.runtime import threads
+from llmc.runtime.cpu import targets
+from llmc.runtime.cpu.targets import (
     CPU_TARGETS,
     DEFAULT_TARGETS,
     choose_target,
