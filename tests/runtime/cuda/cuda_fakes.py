@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from llmc.runtime.batch import Batch, RowSampling
+from llmc.runtime.cuda.archive_format import VERSION
 from llmc.runtime.cuda.executor import CudaConfig, CudaExecutor
 from llmc.runtime.plan import canonical_json
 
@@ -48,7 +49,7 @@ def description() -> dict[str, Any]:
     layer = {"page_bytes": 512, "value_offset": 192, "key_scale_offset": 384, "value_scale_offset": 448}
     plain = {"page_bytes": 256, "value_offset": 128, "key_scale_offset": None, "value_scale_offset": None}
     data = {
-        "abi": 1, "vocab_size": VOCAB, "half": "bf16", "arena": {"tokens": 96, "rows": 48}, "partials": 10,
+        "abi": VERSION, "vocab_size": VOCAB, "half": "bf16", "arena": {"tokens": 96, "rows": 48}, "partials": 10,
         "tile_tokens": [4, 16], "kv": [layer, plain], "staging": REPACKED,
         "weights": {"bytes": 512, "items": [
             {"source": 0, "source_size": 100, "device": 16, "calls": []},
