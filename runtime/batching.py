@@ -1,4 +1,4 @@
-"""From scheduled chunks to the arrays of a `Batch`, and from logits to the likeliest tokens.
+"""From scheduled chunks to the arrays of a `Batch`.
 
 The one place between scheduler and executor that knows numpy. Everything is recomputed each step from the
 sequences, so preemption and abort leave nothing behind here.
@@ -9,9 +9,8 @@ from __future__ import annotations
 from array import array
 
 import numpy as np
-import numpy.typing as npt
 
-from llmc.runtime.batch import Batch, Float32, Int32, RowSampling
+from llmc.runtime.batch import Batch, Int32, RowSampling
 from llmc.runtime.scheduler import Chunk, Sequence
 
 # Below this a temperature is greedy: dividing float32 logits by it would overflow.
@@ -83,18 +82,3 @@ def _penalties(sequence: Sequence) -> tuple[Int32 | None, Int32 | None]:
         counts = dict.fromkeys(sequence.request.prompt, 0)
     counts.update(sequence.output_counts)
     return np.fromiter(counts, np.int32, len(counts)), np.fromiter(counts.values(), np.int32, len(counts))
-
-
-def top_logprobs(logits: Float32, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` likeliest tokens of raw logits [V] with their log-probabilities, best first, lowest id
-    first in a tie."""
-    row: npt.NDArray[np.float64] = logits.astype(np.float64)
-    peak = row.max()
-    logsum = peak + np.log(np.exp(row - peak).sum())
-    count = min(count, row.size)
-    # Everything that reaches the count-th best value, so that a tie at the edge is cut by id, not by
-    # partition order.
-    edge = np.partition(row, row.size - count)[row.size - count]
-    candidates = np.flatnonzero(row >= edge)
-    best = candidates[np.argsort(-row[candidates], kind="stable")][:count]
-    return tuple((int(i), float(row[i] - logsum)) for i in best)

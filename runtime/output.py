@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from llmc.runtime.batch import StepOutput
-from llmc.runtime.batching import top_logprobs
 from llmc.runtime.detokenizer import IncrementalDetokenizer, StopMatcher, TextCodec
+from llmc.runtime.logprobs import top_logprobs
 from llmc.runtime.request import FinishReason, TokenLogprob
 from llmc.runtime.scheduler import Sequence
 

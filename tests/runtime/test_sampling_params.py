@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmc.runtime.batching import SUPPRESSED, row_sampling, top_logprobs
+from llmc.runtime.batching import SUPPRESSED, row_sampling
+from llmc.runtime.logprobs import top_logprobs
 from llmc.runtime.request import Request, RequestError, SamplingParams, output_limit, sequence_seed
 from llmc.runtime.scheduler import Sequence
 from llmc.runtime.server.model import SamplingDefaults
