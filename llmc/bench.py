@@ -26,7 +26,7 @@ from llmc.runtime.batch import Batch, Int32, RowSampling
 from llmc.runtime.cost import StepShape, Work
 from llmc.runtime.cpu.executor import PEAKS, CpuExecutor, ExecutorConfig, anonymous_memory
 from llmc.runtime.cpu.targets import Target, choose_target
-from llmc.runtime.load import available_memory
+from llmc.runtime.memory import available_memory
 from llmc.runtime.plan import Plan, manifest_fields
 from llmc.runtime.threads import default_threads
 

@@ -187,8 +187,10 @@ def serve(
     gc.disable()  # imports make no garbage, and looking for it takes a tenth of a start
     with ThreadPoolExecutor(1) as pool:  # hashing a plan needs no interpreter: it goes on beside the imports
         opening = pool.submit(Plan.open, plan)
-        from llmc.runtime.load import LoadOptions, load_engine, served_model
+        from llmc.runtime.config import LoadOptions
+        from llmc.runtime.load import load_engine
         from llmc.runtime.server.app import create_app
+        from llmc.runtime.server.model import served_model
         from llmc.runtime.server.serve import serve as run_server
     opened = opening.result()
     model = served_model(opened, served_model_name)
@@ -229,7 +231,7 @@ def run(
 ) -> None:
     """Answers PROMPT on the terminal; tokens/s go to stderr."""
     from llmc.run import run_prompt
-    from llmc.runtime.load import LoadOptions
+    from llmc.runtime.config import LoadOptions
     from llmc.runtime.plan import Plan
 
     overrides = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
@@ -317,7 +319,7 @@ def inspect(plan: Path, as_json: bool) -> None:
 )
 def tune(plan: Path, output: Path | None) -> None:
     """Times PLAN's alternative GPU kernels on this machine's GPU and writes the choice into the plan."""
-    from llmc.runtime.load import LoadOptions
+    from llmc.runtime.config import LoadOptions
     from llmc.runtime.plan import Plan
     from llmc.tune import tune_plan
 

@@ -7,10 +7,12 @@ import time
 from typing import Any
 
 from llmc.errors import UserError
+from llmc.runtime.config import LoadOptions
 from llmc.runtime.detokenizer import TextCodec
-from llmc.runtime.load import LoadOptions, load_engine, served_model
+from llmc.runtime.load import load_engine
 from llmc.runtime.plan import Plan
 from llmc.runtime.request import Request, RequestError, SamplingParams
+from llmc.runtime.server.model import served_model
 
 
 def run_prompt(

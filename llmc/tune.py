@@ -8,7 +8,8 @@ from pathlib import Path
 
 from llmc.codegen.plan_writer import PlanWriter
 from llmc.errors import UserError
-from llmc.runtime.load import LoadOptions, open_cuda_executor
+from llmc.runtime.config import LoadOptions
+from llmc.runtime.cuda.load import open_cuda_executor
 from llmc.runtime.plan import Plan
 
 

@@ -1,10 +1,24 @@
-"""The limits that an operator sets on an engine."""
+"""What an operator sets: the flags of a server that shape its engine, and the engine's limits that come of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from llmc.errors import UserError
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """The flags of `llmc serve` that shape the engine; None is the default that its help describes."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    max_queue: int = 256
+    kv_cache_memory: int | None = None
+    threads: int | None = None
+    device: str = "auto"
+    gpu_memory_utilization: float = 0.9
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from llmc import tune as tuning
 from llmc.codegen.plan_writer import PlanWriter
 from llmc.inspect import gpu_kernels
 from llmc.roofline import CONTEXT, PROMPT, kernel_estimates, step_seconds
+from llmc.runtime.config import LoadOptions
 from llmc.runtime.cuda import tune
 from llmc.runtime.cuda.targets import CudaTarget, find_cuda_target
-from llmc.runtime.load import LoadOptions
 from llmc.runtime.plan import Plan
 
 SM_80 = "cuda:sm_80"

@@ -9,8 +9,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from llmc.errors import UserError
 from llmc.runtime.chat import ChatTemplate
 from llmc.runtime.detokenizer import TextCodec
+from llmc.runtime.load import load_codec
+from llmc.runtime.plan import Plan, manifest_fields
 from llmc.runtime.request import RequestError, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -65,3 +68,17 @@ class ServedModel:
     chat_template: ChatTemplate | None = None
     defaults: SamplingDefaults = SamplingDefaults()
     created: int = field(default_factory=lambda: int(time.time()))
+
+
+def served_model(plan: Plan, name: str | None) -> ServedModel:
+    """What the server says it serves. Raises UserError for a plan without a tokenizer."""
+    codec = load_codec(plan)
+    if codec is None:
+        raise UserError(f"{plan.path}: the plan has no tokenizer, so it cannot be served; rebuild it with one")
+    template = plan.text("chat_template.jinja")
+    with manifest_fields(plan.path):
+        tokens = dict(plan.manifest["tokenizer"]["special_tokens"])
+        checkpoint = str(plan.manifest["provenance"]["checkpoint"]["name"])
+        defaults = SamplingDefaults.from_generation_config(plan.manifest["generation_config"])
+    chat_template = ChatTemplate(template, tokens) if template is not None else None
+    return ServedModel(name or checkpoint, codec, chat_template, defaults)

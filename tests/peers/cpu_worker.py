@@ -60,7 +60,8 @@ class Llmc:
 
     def __init__(self, model: str, threads: int, max_length: int, max_batch: int, prompt_tokens: int) -> None:
         sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # llmc, from a checkout that is not installed
-        from llmc.runtime.load import LoadOptions, load_engine
+        from llmc.runtime.config import LoadOptions
+        from llmc.runtime.load import load_engine
         from llmc.runtime.plan import Plan
 
         options = LoadOptions(

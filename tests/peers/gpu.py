@@ -25,10 +25,11 @@ from gpu_engines import Measured, Ours, Peer, Skipped
 from gpu_rounds import StepBytes, figures, measure, table, workloads
 
 from llmc.errors import UserError
+from llmc.runtime.config import LoadOptions
 from llmc.runtime.cuda.archive_format import read_header
 from llmc.runtime.cuda.driver import CudaDevice, open_device
 from llmc.runtime.cuda.targets import choose_cuda_target
-from llmc.runtime.load import LoadOptions, load_engine
+from llmc.runtime.load import load_engine
 from llmc.runtime.plan import Plan
 
 COPY_BYTES, COPIES = 1 << 30, 20

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmc.errors import UserError
-from llmc.runtime import load
+from llmc.runtime.cuda import load
 from llmc.runtime.cuda.targets import CUDA_TARGETS, choose_cuda_target, find_cuda_target
 
 ALL = [t.name for t in CUDA_TARGETS]
