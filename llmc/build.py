@@ -22,8 +22,8 @@ from llmc.codegen.cpu.compile import compile_unit
 from llmc.codegen.cpu.emit import emit_unit
 from llmc.codegen.cpu.program import Program, select_kernels
 from llmc.codegen.plan_writer import PlanWriter
+from llmc.codegen.triton.archive import count_kernels, emit_archive
 from llmc.codegen.triton.compile import HipTarget, find_hip_target
-from llmc.codegen.triton.emit import count_kernels, emit_archive
 from llmc.codegen.triton.launch import GpuProgram
 from llmc.codegen.triton.select import select_launches
 from llmc.codegen.weights import WeightTable

@@ -20,8 +20,8 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from llmc.codegen.triton.archive import emit_archive
 from llmc.codegen.triton.compile import CompiledKernel, KernelSpec
-from llmc.codegen.triton.emit import emit_archive
 from llmc.codegen.triton.launch import GpuProgram
 from llmc.runtime.cuda.targets import CudaTarget, find_cuda_target
 

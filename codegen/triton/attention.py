@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from llmc.codegen.triton.emitter import Emitter
+from llmc.codegen.triton.builder import Builder
 from llmc.codegen.triton.launch import Arg, Buffer, KVLayer, pow2
 from llmc.codegen.values import Value
 from llmc.errors import UserError
@@ -36,7 +36,7 @@ def fusible_ropes(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def emit_attention(out: Emitter, node: fx.Node, fused: set[fx.Node]) -> None:
+def emit_attention(out: Builder, node: fx.Node, fused: set[fx.Node]) -> None:
     """Raises UserError for a head size or group that the kernels cannot do."""
     op = Attention.of(node)
     slot: KVSlot = node.meta["kv"]
@@ -77,7 +77,7 @@ def emit_attention(out: Emitter, node: fx.Node, fused: set[fx.Node]) -> None:
     )  # fmt: skip
 
 
-def _write(out: Emitter, node: fx.Node, slot: KVSlot, kv: dict[str, tuple[str, Arg]], fused: set[fx.Node]) -> Buffer:
+def _write(out: Builder, node: fx.Node, slot: KVSlot, kv: dict[str, tuple[str, Arg]], fused: set[fx.Node]) -> Buffer:
     """Rotates the queries into the type of the product, and writes keys and values; returns the queries' buffer."""
     op = Attention.of(node)
     q, k, v = op.q, op.k, op.v
@@ -106,7 +106,7 @@ def _write(out: Emitter, node: fx.Node, slot: KVSlot, kv: dict[str, tuple[str, A
     return queries
 
 
-def _kv_arguments(out: Emitter, slot: KVSlot, index: int) -> dict[str, tuple[str, Arg]]:
+def _kv_arguments(out: Builder, slot: KVSlot, index: int) -> dict[str, tuple[str, Arg]]:
     pointer = {"f32": "*fp32", "bf16": f"*{out.half}", "int8": "*i8"}[slot.dtype]
     args: dict[str, tuple[str, Arg]] = {"keys": (pointer, ("kv", index, "key")),
                                         "values": (pointer, ("kv", index, "value"))}  # fmt: skip
@@ -137,11 +137,11 @@ def _padded(slot: KVSlot) -> int:
     return pow2(slot.head_dim, 16)
 
 
-def _half(out: Emitter, slot: KVSlot) -> str:
+def _half(out: Builder, slot: KVSlot) -> str:
     return "fp32" if slot.dtype == "f32" else out.half
 
 
-def _tile_table(out: Emitter, group: int) -> int:
+def _tile_table(out: Builder, group: int) -> int:
     """The index of the tile table whose tiles hold 64 rows of `group` heads."""
     tokens, known = ROWS // group, out.program.tile_tokens
     if tokens not in known:

@@ -1,6 +1,6 @@
 """What the GPU backend lowers a graph to: buffers in an arena and a straight list of kernel launches.
 
-Nothing here depends on a compute capability; `configs.py` chooses the tiles and `emit.py` has them compiled.
+Nothing here depends on a compute capability; `configs.py` chooses the tiles and `archive.py` has them compiled.
 """
 
 from __future__ import annotations

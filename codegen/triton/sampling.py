@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmc.codegen.triton.emitter import Args, Emitter
+from llmc.codegen.triton.builder import Args, Builder
 from llmc.codegen.triton.launch import Arg, pow2
 from llmc.runtime.cost import Cost
 
@@ -10,7 +10,7 @@ MAX_CHUNKS = 64
 """Pieces of a row in `stats`; equal to MAX_CHUNKS of kernels/triton/sampling.py."""
 
 
-def emit_sampling(out: Emitter, vocab: int) -> None:
+def emit_sampling(out: Builder, vocab: int) -> None:
     """For [R, vocab] float32 logits: statistics of each row, penalties where the step has any, and the draw."""
     chunk = pow2(-(-vocab // MAX_CHUNKS), 256)
     logits: Args = {"logits": ("*fp32", ("logits",))}

@@ -11,7 +11,7 @@ from torch import fx
 
 from llmc.codegen.memory import place_buffers
 from llmc.codegen.triton.attention import emit_attention, fusible_ropes
-from llmc.codegen.triton.emitter import MAX_ROW, Emitter, count, operand_form
+from llmc.codegen.triton.builder import MAX_ROW, Builder, count, operand_form
 from llmc.codegen.triton.launch import GpuProgram, pow2
 from llmc.codegen.triton.sampling import emit_sampling
 from llmc.codegen.weights import WeightTable
@@ -29,11 +29,11 @@ def select_launches(graph: fx.Graph, table: WeightTable, half: str) -> GpuProgra
 
     Raises UserError for a layout, shape or type that no GPU kernel handles, naming the op and module.
     """
-    return _Selector(graph, Emitter(graph, table, half)).run()
+    return _Selector(graph, Builder(graph, table, half)).run()
 
 
 class _Selector:
-    def __init__(self, graph: fx.Graph, out: Emitter) -> None:
+    def __init__(self, graph: fx.Graph, out: Builder) -> None:
         self.graph, self.out = graph, out
         self.fused = fusible_ropes(graph)
         self.kernels: dict[str, Callable[[fx.Node], None]] = {

@@ -9,8 +9,8 @@ from typing import Any
 import gpu_models
 import pytest
 
+from llmc.codegen.triton.archive import emit_archive
 from llmc.codegen.triton.compile import HIP_TARGETS, CompiledKernel, KernelSpec, within_limits
-from llmc.codegen.triton.emit import emit_archive
 from llmc.errors import UserError
 from llmc.runtime.cuda.archive_format import read_header
 from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget, find_cuda_target

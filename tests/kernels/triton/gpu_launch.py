@@ -84,7 +84,7 @@ def _configs(function: str, constants: dict[str, Any]) -> Sequence[Config]:
 def _kernel(
     function: str, args: tuple[tuple[str, str], ...], constants: tuple[tuple[str, Any], ...]
 ) -> tuple[CompiledKernel, Any]:
-    """The kernel as a plan would have it (codegen/triton/emit.py), and its handle on the device."""
+    """The kernel as a plan would have it (codegen/triton/archive.py), and its handle on the device."""
     given = dict(constants)
     specs = [
         KernelSpec(

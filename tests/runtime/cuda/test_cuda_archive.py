@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from llmc.errors import UserError
 from llmc.runtime.cuda.archive import Arg, Dim, choice_key, read_archive
+from llmc.runtime.cuda.archive_format import VERSION
 from llmc.runtime.cuda.memory import CudaConfig, pool_size
 
 
@@ -44,7 +45,7 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
 
 DROP = object()
 DAMAGE: dict[str, Callable[[Any], None]] = {
-    "another ABI": _set("abi", 2),
+    "another ABI": _set("abi", VERSION + 1),
     "no vocabulary": _set("vocab_size", DROP),
     "an empty vocabulary": _set("vocab_size", 0),
     "a negative arena": _set("arena/rows", -1),

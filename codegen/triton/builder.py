@@ -33,7 +33,7 @@ MAX_ROW = 32768
 """Format of a linear -> form of its input."""
 
 
-class Emitter:
+class Builder:
     """`values` has the float32 form of every node that has one, `forms` the others by (node, form)."""
 
     def __init__(self, graph: fx.Graph, table: WeightTable, half: str) -> None:
@@ -94,7 +94,7 @@ class Emitter:
     # ---- arguments
 
     def place(self, buffer: Buffer, offset: int = 0) -> Arg:
-        """Where a buffer (or, `offset` bytes per row into it, a part) lies; `emit.py` resolves it."""
+        """Where a buffer (or, `offset` bytes per row into it, a part) lies; `archive.py` resolves it."""
         return ("logits",) if buffer.domain == "logits" else ("buffer", buffer.name, offset)
 
     def pointer(self, form: str) -> str:
