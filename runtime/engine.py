@@ -1,8 +1,8 @@
 """The engine: one thread that schedules, runs and answers, and the thread-safe door to it.
 
 Read it from `_run`: take new commands, schedule a step, run it, hand each sampled token to its request, end
-what is done. Everything but the command queue and the counters belongs to that thread. A request that fails,
-fails alone: its pages are freed, its client is told, the thread goes on.
+what is done. Everything but the command queue (`commands.py`) and the counters belongs to that thread. A request
+that fails, fails alone: its pages are freed, its client is told, the thread goes on.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import NamedTuple
 
 from llmc.runtime.batch import Executor, ExecutorLost, StepOutput
 from llmc.runtime.batching import build_batch
-from llmc.runtime.config import EngineConfig as EngineConfig
+from llmc.runtime.commands import Command, CommandQueue
+from llmc.runtime.config import EngineConfig
 from llmc.runtime.detokenizer import TextCodec
 from llmc.runtime.kv import BlockAllocator
 from llmc.runtime.output import Track
 from llmc.runtime.request import (
     EngineUnavailable,
     FinishReason,
-    QueueFull,
     Request,
     RequestError,
     RequestOutput,
@@ -48,38 +48,42 @@ class _Live:
     tracks: dict[int, Track] = field(default_factory=dict)
 
 
+class _Sampled(NamedTuple):
+    """A token that a step gave a sequence: row `row` of its output, at `time` (of the monotonic clock, in seconds)."""
+
+    live: _Live
+    track: Track
+    output: StepOutput
+    row: int
+    token: int
+    time: float
+
+
 class Engine:
-    """Serves requests over one executor. `submit`, `abort`, `stats` and the rest of the public side may be
+    """Serves requests over one executor. `open_stream`, `abort`, `stats` and the rest of the public side may be
     called from any thread; the executor is used by the engine's own thread only, and closed by `close`."""
 
     def __init__(self, executor: Executor, config: EngineConfig, codec: TextCodec | None) -> None:
         """Without a codec the outputs have tokens but no text, and stop strings are refused."""
         tokens = min(config.max_num_batched_tokens, executor.max_num_tokens)
         self.max_model_len = min(config.max_model_len, executor.num_pages * executor.page_size)
-        self.vocab_size = executor.vocab_size
         self.observer: EngineObserver = NoObserver()
         self._executor = executor
+        self._vocab_size = executor.vocab_size
         self._codec = codec
         self._eos = config.eos_token_ids
         self._check = config.check_integrity
         self._max_num_seqs = min(config.max_num_seqs, tokens, executor.max_num_rows)
         self._max_num_batched_tokens = tokens
         self._scheduler = self._new_scheduler()
-        self._capacity = self._max_num_seqs + config.max_queue
+        self._queue = CommandQueue(self._max_num_seqs + config.max_queue)
         self._live: dict[str, _Live] = {}
         self._touched: set[Sink] = set()
-        self._answers: list[partial[None]] = []
+        self._unanswered: list[_Sampled] = []
         self._lost = False
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
-        # Guards the next five; notified when a command comes and when the engine runs empty.
-        self._changed = threading.Condition()
-        self._commands: list[Callable[[], None]] = []
-        self._known: set[str] = set()
-        self._unfinished = 0
-        self._draining = False
-        self._closing = False
         self._thread = threading.Thread(target=self._run, name="llmc-engine", daemon=True)
 
     # --- The public side ---
@@ -95,7 +99,7 @@ class Engine:
 
     @property
     def is_draining(self) -> bool:
-        return self._draining or self._closing
+        return self._queue.is_draining
 
     def open_stream(self, requests: Sequence[Request]) -> AsyncStream:
         """Submits requests, all or none, and returns the stream of their outputs. Call in an event loop.
@@ -132,16 +136,15 @@ class Engine:
             for request_id in request_ids:
                 self._end_request(request_id, "abort")
 
-        self._command(end)
+        self._queue.put(end)
 
     def begin_drain(self) -> None:
         """From now on new requests get EngineUnavailable; those that are in, go on."""
-        self._draining = True
+        self._queue.begin_drain()
 
     def wait_idle(self, timeout: float) -> bool:
         """Blocks until no request is unfinished, at most `timeout` seconds. Returns whether none is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._unfinished == 0, timeout)
+        return self._queue.wait_idle(timeout)
 
     def drain(self, timeout: float) -> bool:
         """Stops taking requests, lets the others finish for `timeout` seconds, then aborts what is left.
@@ -151,16 +154,13 @@ class Engine:
         self.begin_drain()
         finished = self.wait_idle(timeout)
         if not finished:
-            self._command(lambda: self._end_all("abort", "the server is shutting down"))
+            self._queue.put(lambda: self._end_all("abort", "the server is shutting down"))
         return finished
 
     def close(self) -> None:
         """Aborts what is unfinished, ends the thread and closes the executor. A second call does nothing."""
-        with self._changed:
-            if self._closing:
-                return
-            self._closing = True
-            self._changed.notify_all()
+        if not self._queue.close():
+            return
         if self._thread.ident is not None:
             self._thread.join()
         self._executor.close()
@@ -185,53 +185,27 @@ class Engine:
             max_num_batched_tokens=self._max_num_batched_tokens,
         )
 
-    # --- The command queue ---
-
     def _submit(self, requests: Sequence[Request], sink: Sink) -> None:
         limits = [
-            output_limit(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size) for request in requests
+            output_limit(request, max_model_len=self.max_model_len, vocab_size=self._vocab_size) for request in requests
         ]
         if self._codec is None and any(request.params.stop for request in requests):
             raise RequestError("stop strings need a tokenizer, and this plan holds none", param="stop")
         count = sum(request.params.n for request in requests)
-        if count > self._capacity:
-            raise RequestError(f"{count} sequences in one request are more than this server holds ({self._capacity})")
+        capacity = self._queue.capacity
+        if count > capacity:
+            raise RequestError(f"{count} sequences in one request are more than this server holds ({capacity})")
+        if self._lost:
+            raise EngineUnavailable("the device is lost; restart the server", code="service_unavailable")
+        if not self._thread.is_alive():
+            raise EngineUnavailable("the server is shutting down", code="service_unavailable")
         ids = [request.request_id for request in requests]
-        with self._changed:
-            if self._lost:
-                raise EngineUnavailable("the device is lost; restart the server", code="service_unavailable")
-            if self.is_draining or not self._thread.is_alive():
-                raise EngineUnavailable("the server is shutting down", code="service_unavailable")
-            if self._unfinished + count > self._capacity:
-                raise QueueFull("the server's queue is full; try again later", code="rate_limit_exceeded")
-            if len(set(ids)) != len(ids) or not self._known.isdisjoint(ids):
-                raise ValueError(f"request ids are not unique: {ids}")
-            self._known.update(ids)
-            self._unfinished += count
-            self._commands.append(lambda: self._begin(requests, limits, sink))
-            self._changed.notify_all()
-
-    def _command(self, command: Callable[[], None]) -> None:
-        with self._changed:
-            self._commands.append(command)
-            self._changed.notify_all()
-
-    def _take_commands(self) -> list[Callable[[], None]] | None:
-        """Commands since the last call, in order; waits for some when there is nothing to run. None: time to
-        end.
-        """
-        with self._changed:
-            while not (self._commands or self._closing or self._scheduler.has_work):
-                self._changed.wait()
-            if self._closing:
-                return None
-            commands, self._commands = self._commands, []
-            return commands
+        self._queue.admit(ids, count, lambda: self._begin(requests, limits, sink))
 
     # --- The engine's thread ---
 
     def _run(self) -> None:
-        while (commands := self._take_commands()) is not None:
+        while (commands := self._queue.take(wait=not self._scheduler.has_work)) is not None:
             if commands:
                 self._guard(self._flush)
             for command in commands:
@@ -240,12 +214,12 @@ class Engine:
             if not self._scheduler.has_work:
                 self._guard(self._flush)
         self._guard(self._flush)
-        for command in self._commands:  # what came together with the end is told so, too
+        for command in self._queue.take_rest():  # what came together with the end is told so, too
             self._guard(command)
         self._end_all("abort", "the server is shutting down")
         self._deliver()
 
-    def _guard(self, action: Callable[[], None]) -> None:
+    def _guard(self, action: Command) -> None:
         """Runs a part of the loop. If it raises, not a request has failed but the engine: everything starts
         afresh.
         """
@@ -302,33 +276,33 @@ class Engine:
             if live is None:
                 continue  # another of its sequences failed in this very step
             track = live.tracks[sequence.index]
-            answer = partial(self._answer_one, live, track, output, row, token, now)
-            valid = 0 <= token < self.vocab_size
+            sample = _Sampled(live, track, output, row, token, now)
+            valid = 0 <= token < self._vocab_size
             if valid and not sequence.request.params.stop and track.ending(token) is None:
-                self._answers.append(answer)
+                self._unanswered.append(sample)
             else:
-                self._try(request_id, answer)
+                self._try(sample)
 
     def _flush(self) -> None:
         """Gives out what the last step left to be said. Called while a step runs, or when none will follow."""
-        answers, self._answers = self._answers, []
-        for answer in answers:
-            live, track = answer.args[:2]
-            if live.tracks.get(track.sequence.index) is track:  # else its request has failed since
-                self._try(live.request.request_id, answer)
+        unanswered, self._unanswered = self._unanswered, []
+        for sample in unanswered:
+            if sample.live.tracks.get(sample.track.sequence.index) is sample.track:  # else its request has failed since
+                self._try(sample)
         self._deliver()
 
-    def _try(self, request_id: str, answer: Callable[[], None]) -> None:
+    def _try(self, sample: _Sampled) -> None:
+        request_id = sample.live.request.request_id
         try:
-            answer()
+            self._answer_one(*sample)
         except Exception:
             log.exception("request %s failed", request_id)
             self._end_request(request_id, "error", "internal error: the output could not be processed")
 
     def _answer_one(self, live: _Live, track: Track, output: StepOutput, row: int, token: int, now: float) -> None:
         sequence = track.sequence
-        if not 0 <= token < self.vocab_size:
-            raise RuntimeError(f"the executor sampled token {token} of a vocabulary of {self.vocab_size}")
+        if not 0 <= token < self._vocab_size:
+            raise RuntimeError(f"the executor sampled token {token} of a vocabulary of {self._vocab_size}")
         self._generation_tokens += 1
         if track.last_token_time:
             self.observer.next_token(now - track.last_token_time)
@@ -366,11 +340,7 @@ class Engine:
         if not live.open:
             del self._live[live.request.request_id]
             self.observer.finished(time.monotonic() - live.request.arrival)
-        with self._changed:
-            self._unfinished -= 1
-            if not live.open:
-                self._known.discard(live.request.request_id)
-            self._changed.notify_all()
+        self._queue.sequence_ended(live.request.request_id, is_last=not live.open)
 
     def _end_request(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """Ends what is left of a request; does nothing when it has finished."""

@@ -15,8 +15,9 @@ import openai
 from runtime_fakes import EOS, FakeExecutor, byte_tokenizer
 
 from llmc.runtime.chat import ChatTemplate
+from llmc.runtime.config import EngineConfig
 from llmc.runtime.detokenizer import TextCodec
-from llmc.runtime.engine import Engine, EngineConfig
+from llmc.runtime.engine import Engine
 from llmc.runtime.server.app import create_app
 from llmc.runtime.server.model import SamplingDefaults, ServedModel
 from llmc.runtime.server.serve import listen, make_server

@@ -14,8 +14,9 @@ from runtime_fakes import EOS, FakeExecutor, byte_tokenizer, solo_tokens
 
 from llmc.errors import UserError
 from llmc.runtime.batch import nothing
+from llmc.runtime.config import EngineConfig
 from llmc.runtime.detokenizer import TextCodec
-from llmc.runtime.engine import Engine, EngineConfig
+from llmc.runtime.engine import Engine
 from llmc.runtime.request import (
     EngineUnavailable,
     QueueFull,
