@@ -49,7 +49,6 @@ def gpu_section(program: GpuProgram, code: Mapping[str, bytes]) -> dict[str, Any
     """What the GPU targets need: memory on the device; the plan's weights are repacked there, none is stored twice."""
     return {
         "weight_bytes": program.weight_bytes,
-        "second_layout_bytes": 0,
         "arena_bytes_per_token": program.arena["tokens"],
         "arena_bytes_per_row": program.arena["rows"],
         "launches": len(program.launches),

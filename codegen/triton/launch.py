@@ -16,8 +16,6 @@ Arg = tuple[str | int, ...]
 Dim = int | tuple[str, int | str]
 """A grid dimension: a number, or (symbol, per) = ceil(symbol / per), where `per` may be a constant's name."""
 
-POINTER_BYTES = {"*i8": 1, "*u8": 1, "*i16": 2, "*fp16": 2, "*bf16": 2, "*i32": 4, "*fp32": 4}
-
 
 ACTIVATIONS = Cost()
 """Of a launch that reads and writes activations alone."""
@@ -93,7 +91,6 @@ class DeviceWeight:
     source: int
     source_size: int
     device: int
-    device_size: int
     repack: tuple[Launch, ...]
 
 

@@ -42,7 +42,7 @@ class DeviceWeights:
         """A float32 vector, copied as it is."""
         if entry.offset not in self._vectors:
             at = self._place(entry.size)
-            self.items.append(DeviceWeight(entry.offset, entry.size, at, entry.size, ()))
+            self.items.append(DeviceWeight(entry.offset, entry.size, at, ()))
             self._vectors[entry.offset] = ("weight", at)
         return self._vectors[entry.offset]
 
@@ -78,7 +78,7 @@ class DeviceWeights:
             (("source", *source), ("w", pointer, ("weight", at))),
             constants, (rows // 16, -(-kp // _BLOCK_K)), "load",
         )  # fmt: skip
-        self.items.append(DeviceWeight(entry.offset, entry.size, at, size, (launch,)))
+        self.items.append(DeviceWeight(entry.offset, entry.size, at, (launch,)))
         return DeviceMatrix(("weight", at), None, pointer, rows, kp, size)
 
     def _add_integer(self, entry: Entry, rows: int, k: int, shape: dict[str, Any]) -> DeviceMatrix:
@@ -103,8 +103,7 @@ class DeviceWeights:
             f"repack {entry.format} scales {rows}x{k}", "repack.repack_words", tuple(args),
             constants | ({"high": None} if format.symmetric else {}), (rows // 16, -(-words // _BLOCK_GROUPS)), "load",
         )  # fmt: skip
-        size = self.size - at
-        self.items.append(DeviceWeight(entry.offset, entry.size, at, size, (data, scales)))
+        self.items.append(DeviceWeight(entry.offset, entry.size, at, (data, scales)))
         return DeviceMatrix(("weight", at), ("weight", words_at), pointer, rows, kp, data_bytes + words * rows * 4)
 
     @staticmethod
