@@ -7,9 +7,10 @@ transformers' tables; nothing here knows a model family.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,9 @@ class GgufCheckpoint:
         from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
         try:
-            with torch.device("meta"), quiet_transformers():
+            with torch.device("meta"), quiet_transformers(), _one_name_table():
                 model = AutoModelForCausalLM.from_config(self.hf_config())
-            return dict(get_gguf_hf_weights_map(model, self._processor))
+                return dict(get_gguf_hf_weights_map(model, self._processor))
         except Exception as error:  # transformers and gguf raise what they like for a table that has no entry
             reason = " ".join(str(error).split())
             raise UserError(
@@ -205,3 +206,17 @@ class GgufCheckpoint:
 
     def close(self) -> None:
         self._file.close()
+
+
+@contextmanager
+def _one_name_table() -> Iterator[None]:
+    """Lets gguf make its table of names once: transformers asks for the same one in every module of the model, which
+    takes longer than all else that is read from a file."""
+    import gguf
+
+    make = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = cache(make)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = make

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gguf as gguf_package
 import numpy as np
 import pytest
 import torch
@@ -77,6 +78,19 @@ def test_the_configuration(tmp_path: Path) -> None:
     assert not untied.hf_config().tie_word_embeddings
     assert matched_names(untied, meta_model(untied))["lm_head.weight"] == "lm_head.weight"
     assert tied.digest != untied.digest
+
+
+def test_the_table_of_names_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    make = gguf_package.get_tensor_name_map
+
+    def count(*args: Any) -> Any:
+        made.append(args)
+        return make(*args)
+
+    monkeypatch.setattr(gguf_package, "get_tensor_name_map", count)
+    assert open_gguf(tiny_gguf(tmp_path / "m.gguf")).tensors
+    assert len(made) == 1 and gguf_package.get_tensor_name_map is count
 
 
 def test_norms_stored_plus_one_and_post_norms(tmp_path: Path) -> None:
