@@ -32,6 +32,10 @@ ACTIVATIONS = {
 }
 
 
+_SCORES_AT_ONCE = 1 << 22
+"""Attention scores that the reference holds at once (16 MiB): a block of queries, whatever the sequence's length."""
+
+
 def _op(schema: str) -> Any:
     """Registers a function as reference *and* shape rule of an op; a name can be registered once."""
 
@@ -135,7 +139,8 @@ def attention(
     layer: int,
 ) -> Tensor:
     """Causal grouped-query attention over ragged sequences that start at their first token (the paged cache is the
-    backend's). q [T, HQ, D], k and v [T, HKV, D], query_start [S+1] -> [T, HQ, D].
+    backend's). q [T, HQ, D], k and v [T, HKV, D], query_start [S+1] -> [T, HQ, D]. Positions within a sequence are
+    consecutive.
 
     Key j is visible to query i when i - window < j <= i (window 0: no lower bound). softcap c > 0 replaces a score s
     by c tanh(s / c). sinks [HQ] add one logit per head to the softmax denominator.
@@ -143,23 +148,42 @@ def attention(
     out = torch.empty_like(q)
     if q.is_meta:
         return out
-    groups = q.shape[1] // k.shape[1]
-    bounds = query_start.tolist()
-    for lo, hi in pairwise(bounds):
-        pos = positions[lo:hi]
-        qs, ks, vs = (t[lo:hi].transpose(0, 1) for t in (q, k, v))
-        ks, vs = ks.repeat_interleave(groups, 0), vs.repeat_interleave(groups, 0)
-        s = (qs @ ks.transpose(1, 2)) * scale
-        if softcap:
-            s = softcap * torch.tanh(s / softcap)
-        delta = pos[:, None] - pos[None, :]
-        hidden = (delta < 0) | ((delta >= window) if window else torch.zeros_like(delta, dtype=torch.bool))
-        s = s.masked_fill(hidden, float("-inf"))
-        if sinks is not None:
-            s = torch.cat([s, sinks[:, None, None].expand(-1, s.shape[1], 1)], -1)
-        p = s.softmax(-1)[..., : hi - lo]
-        out[lo:hi] = (p @ vs).transpose(0, 1)
+    for lo, hi in pairwise(query_start.tolist()):
+        step = max(1, _SCORES_AT_ONCE // max(1, q.shape[1] * (hi - lo)))
+        for start in range(lo, hi, step):
+            stop = min(start + step, hi)
+            first = max(lo, start - window + 1) if window else lo  # no query of the block sees an earlier key
+            keys = slice(first, stop)
+            out[start:stop] = _attend(
+                q[start:stop], k[keys], v[keys], positions[start:stop], positions[keys], sinks, scale, window, softcap
+            )
     return out
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """Attention of a block of queries [B, HQ, D] of one sequence over keys and values [K, HKV, D]."""
+    groups = q.shape[1] // k.shape[1]
+    qs, ks, vs = (t.transpose(0, 1) for t in (q, k, v))
+    ks, vs = ks.repeat_interleave(groups, 0), vs.repeat_interleave(groups, 0)
+    s = (qs @ ks.transpose(1, 2)).mul_(scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    delta = query_positions[:, None] - key_positions[None, :]
+    s.masked_fill_((delta < 0) | (delta >= window) if window else delta < 0, float("-inf"))
+    if sinks is not None:
+        s = torch.cat([s, sinks[:, None, None].expand(-1, s.shape[1], 1)], -1)
+    p = s.softmax(-1)[..., : len(k)]
+    return (p @ vs).transpose(0, 1)
 
 
 @_op("act(Tensor x, str kind) -> Tensor")

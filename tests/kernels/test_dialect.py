@@ -105,6 +105,15 @@ def test_attention_is_that_of_torch_on_each_sequence_alone(window: int, heads: t
     _close(found, torch.cat([_sdpa(q[p], k[p], v[p], POSITIONS[p], 0.3, window) for p in parts]))
 
 
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_attention_does_not_depend_on_the_block_of_queries(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (*_ATTENTION, _rand(HQ), 0.3, window, 5.0, 1)
+    whole = OPS["attention"](*arguments)
+    for scores in (1, 2 * HQ * T):
+        monkeypatch.setattr(dialect, "_SCORES_AT_ONCE", scores)
+        _close(OPS["attention"](*arguments), whole)
+
+
 @pytest.mark.parametrize(("window", "cap", "sinks"), [(0, 2.0, False), (2, 0.0, True), (0, 0.0, True), (3, 1.5, True)])
 def test_attention_by_the_definition(window: int, cap: float, sinks: bool) -> None:
     """Softcap and sinks, one query, head and key at a time in float64."""
