@@ -28,6 +28,8 @@ from llmc.kernels.codes import Codes
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _PLAIN = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
+_VALUES_AT_ONCE = 1 << 18
+"""Values dequantised at once: gguf's temporaries are several times as large, and stay in the cache."""
 _STOP_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -119,11 +121,14 @@ class GgufCheckpoint:
             raw = self._file.read(tensor.begin, tensor.end - tensor.begin)
             values = self._call(dequantize, tensor, raw).reshape(tensor.shape)
             return values[start:stop] if tensor.shape else values
-        first, rows, _ = row_range(tensor.name, tensor.shape, start, stop)
-        raw = self._file.read(tensor.begin + first * tensor.row_bytes, rows * tensor.row_bytes)
-        if rows == 0:
-            return np.zeros((0, *tensor.shape[1:]), dtype=np.float32)
-        return self._call(dequantize, tensor, raw).reshape(rows, *tensor.shape[1:])
+        first, rows, width = row_range(tensor.name, tensor.shape, start, stop)
+        values = np.empty((rows, *tensor.shape[1:]), dtype=np.float32)
+        step = max(1, _VALUES_AT_ONCE // max(width, 1))
+        for at in range(0, rows, step):
+            count = min(step, rows - at)
+            raw = self._file.read(tensor.begin + (first + at) * tensor.row_bytes, count * tensor.row_bytes)
+            values[at : at + count] = self._call(dequantize, tensor, raw).reshape(count, *tensor.shape[1:])
+        return values
 
     def _call(self, dequantize: Any, tensor: GgufTensor, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
         if plain := _PLAIN.get(tensor.kind.name):
