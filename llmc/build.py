@@ -18,14 +18,8 @@ from typing import Any, Protocol
 from torch import fx
 
 from llmc import accuracy
-from llmc.codegen.cpu.compile import compile_unit
-from llmc.codegen.cpu.emit import emit_unit
-from llmc.codegen.cpu.program import Program, select_kernels
+from llmc.codegen.backend import BACKENDS, CPU, Backend, Code, backend_of, parse_targets
 from llmc.codegen.plan_writer import PlanWriter
-from llmc.codegen.triton.archive import count_kernels, emit_archive
-from llmc.codegen.triton.compile import HipTarget, find_hip_target
-from llmc.codegen.triton.launch import GpuProgram
-from llmc.codegen.triton.select import select_launches
 from llmc.codegen.weights import WeightTable
 from llmc.errors import UserError
 from llmc.frontend.checkpoint import Checkpoint
@@ -41,7 +35,6 @@ from llmc.manifest import (
     DATA,
     accuracy_section,
     generation_section,
-    gpu_section,
     model_section,
     provenance_section,
     tokenizer_section,
@@ -50,8 +43,7 @@ from llmc.manifest import (
 from llmc.passes.pipeline import PipelineReport, listing, probe_batch, run_pipeline
 from llmc.passes.result import PassContext
 from llmc.runtime.cpu.executor import CpuExecutor, ExecutorConfig
-from llmc.runtime.cpu.targets import CPU_TARGETS, DEFAULT_TARGETS, Target, parse_target, runnable_targets
-from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget, find_cuda_target
+from llmc.runtime.cpu.targets import runnable_targets
 from llmc.runtime.detokenizer import TextCodec
 from llmc.runtime.threads import default_threads
 
@@ -60,7 +52,6 @@ PRECISIONS = {"fp32": (F32, F32, "f32"), "bf16": (BF16, BF16, "bf16"), "int8": (
 """precision -> (format of linears, format of head and token embedding, KV dtype)"""
 KV_DTYPES = {"fp32": "f32", "bf16": "bf16", "int8": "int8"}
 """--kv-cache-dtype -> KV dtype"""
-GpuTarget = CudaTarget | HipTarget
 
 
 class Progress(Protocol):
@@ -106,26 +97,6 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress) -
         checkpoint.close()
 
 
-@dataclass(frozen=True)
-class Targets:
-    """What to compile for, in the order in which the plan lists it."""
-
-    cpu: tuple[Target, ...]
-    gpu: tuple[GpuTarget, ...]
-
-    @property
-    def names(self) -> list[str]:
-        return [t.name for t in (*self.cpu, *self.gpu)]
-
-
-def parse_targets(names: tuple[str, ...]) -> Targets:
-    """Raises UserError for a name that is not known. No name: DEFAULT_TARGETS."""
-    cuda = {find_cuda_target(n) for n in names if n.startswith("cuda")}
-    hip = [find_hip_target(n) for n in dict.fromkeys(names) if n.startswith("hip")]
-    cpu = [parse_target(n) for n in names if not n.startswith(("cuda", "hip"))] if names else DEFAULT_TARGETS
-    return Targets(tuple(t for t in CPU_TARGETS if t in cpu), (*(t for t in CUDA_TARGETS if t in cuda), *hip))
-
-
 def pass_context(options: BuildOptions) -> PassContext:
     """Raises UserError for flags that do not go together."""
     body, head, kv = PRECISIONS[options.precision]
@@ -147,16 +118,6 @@ def _check_output(output: Path) -> None:
         raise UserError(f"-o {output}: there is no directory {output.parent}; make it first")
 
 
-@dataclass(frozen=True)
-class _Code:
-    """What codegen selected: the weights that a plan holds, the CPU's program with its C++, the GPU's launches."""
-
-    table: WeightTable
-    program: Program | None
-    gpu_program: GpuProgram | None
-    source: str = ""
-
-
 class _Build:
     """One build; every method is a stage."""
 
@@ -165,7 +126,7 @@ class _Build:
         checkpoint: Checkpoint,
         output: Path,
         options: BuildOptions,
-        targets: Targets,
+        targets: list[str],
         context: PassContext,
         progress: Progress,
     ) -> None:
@@ -174,12 +135,12 @@ class _Build:
         self.reader: Reader = checkpoint.read
         self.measured_on = self._measuring_target()
 
-    def _measuring_target(self) -> Target | None:
+    def _measuring_target(self) -> str | None:
         """The CPU target whose code the accuracy report runs. A plan whose code does not run here, for GPUs or another
         CPU, is measured on code for this one that is not stored (docs/gpu.md says how GPUs differ); there is none for
         weight-only products."""
-        runnable = runnable_targets()
-        stored = next((t for t in runnable if t in self.targets.cpu), None)
+        runnable = [target.name for target in runnable_targets()]
+        stored = next((name for name in runnable if name in self.targets), None)
         if stored is not None or "cpu" not in self.context.body_format.backends:
             return stored
         return runnable[0] if runnable else None
@@ -192,13 +153,13 @@ class _Build:
         self.progress.stage("export")
         graph = self.export(config)
         report = self.lower(graph, config, keep_exact=tokens is not None)
-        code = self.select(graph, measured=tokens is not None)
+        table = WeightTable()
+        codes = self.select(graph, table, measured=tokens is not None)
         with PlanWriter(self.output) as writer:
-            cpu = self.write_code(writer, code)
-            gpu = self.write_gpu_code(writer, code)
+            compiled = self.write_code(writer, table, codes)
             self.write_assets(writer, graph, assets)
-            result = self.evaluate(writer, report.exact, cpu, tokens)
-            manifest = self.manifest(code, gpu, report, assets, result, config)
+            result = self.evaluate(writer, report.exact, compiled, tokens)
+            manifest = self.manifest(table, codes, compiled, report, assets, result, config)
             engine_id = writer.finish(manifest)
         return manifest | {"engine_id": engine_id, "file_size": self.output.stat().st_size}
 
@@ -220,7 +181,7 @@ class _Build:
                 raise UserError("--max-kl needs the accuracy report; leave out --no-eval")
             return None
         if assets is None or self.measured_on is None:
-            why = "no target runs on this machine" if self.targets.cpu else "the CPU has no code of this arithmetic"
+            why = "no target runs on this machine" if self.targets_of(CPU) else "the CPU has no code of this arithmetic"
             why = "the checkpoint has no tokenizer" if assets is None else why
             if options.max_kl is not None or options.eval_text is not None:
                 raise UserError(f"no accuracy report can be made: {why}")
@@ -249,44 +210,38 @@ class _Build:
         self.progress.stage("passes")
         return run_pipeline(graph, self.context, probe, self.options.dump_ir, keep_exact)
 
-    def select(self, graph: fx.Graph, measured: bool) -> _Code:
-        """Kernels for the CPU, if it has a part in this build, and launches for GPUs; both read one set of weights."""
-        program = select_kernels(graph) if self.targets.cpu or measured else None
-        table = program.weights if program is not None else WeightTable()
-        gpu = select_launches(graph, table, "bf16") if self.targets.gpu else None
-        return _Code(table, program, gpu, emit_unit(program) if program is not None else "")
+    def select(self, graph: fx.Graph, table: WeightTable, measured: bool) -> dict[Backend, Code]:
+        """What every backend with a part in this build makes of the graph; all read one set of weights."""
+        needed = {backend_of(name) for name in self.targets} | ({CPU} if measured else set())
+        return {b: b.select(graph, table, self.options.cxx) for b in BACKENDS if b in needed}
 
-    def write_code(self, writer: PlanWriter, code: _Code) -> dict[str, bytes]:
-        """Compiles in the background while the weights are packed. Returns the CPU code by target."""
-        targets = list(self.targets.cpu)
-        if code.program is not None and self.measured_on is not None and self.measured_on not in targets:
-            targets.append(self.measured_on)
-        with ThreadPoolExecutor(max(1, len(targets))) as pool:
+    def targets_of(self, backend: Backend) -> list[str]:
+        """The targets of the plan that are a backend's."""
+        return [name for name in self.targets if backend_of(name) is backend]
+
+    def write_code(self, writer: PlanWriter, table: WeightTable, codes: dict[Backend, Code]) -> dict[str, bytes]:
+        """Compiles what reports no progress in the background while the weights are packed, then the rest. Returns the
+        code by target, with that of the accuracy report."""
+        measuring = [self.measured_on] if CPU in codes and self.measured_on not in self.targets else []
+        names = [name for name in (*self.targets, *measuring) if name is not None]
+        quiet = [name for name in names if not codes[backend_of(name)].steps(name)]
+        with ThreadPoolExecutor(max(1, len(quiet))) as pool:
             self.progress.stage("compile")
-            jobs = {t.name: pool.submit(compile_unit, code.source, t, self.options.cxx) for t in targets}
-            table = code.table
+            jobs = {name: pool.submit(codes[backend_of(name)].compile, name, lambda done: None) for name in quiet}
             stored = sum(e.size for e in table.entries)
             with self.progress.bar("pack weights", stored, "B") as advance:
-                self.weights = writer.add_blocks(
-                    "weights", table.size, table.blocks(self.reader, self.checkpoint.codes), advance
-                )
+                blocks = table.blocks(self.reader, self.checkpoint.codes)
+                self.weights = writer.add_blocks("weights", table.size, blocks, advance)
             compiled = {name: job.result() for name, job in jobs.items()}
-        for target in self.targets.cpu:
-            writer.add(f"code/{target.name}", compiled[target.name])
-        if self.targets.cpu:
-            writer.add("source/step.cpp", code.source.encode())
+        for backend, code in codes.items():
+            for name in self.targets_of(backend):
+                if name not in compiled:
+                    with self.progress.bar(f"compile {name}", code.steps(name), "kernel") as advance:
+                        compiled[name] = code.compile(name, advance)
+                writer.add(f"code/{name}", compiled[name])
+            for name, data in code.sources.items() if self.targets_of(backend) else ():
+                writer.add(name, data)
         return compiled
-
-    def write_gpu_code(self, writer: PlanWriter, code: _Code) -> dict[str, bytes]:
-        """Compiles the launches for every GPU target. Returns the archives by target."""
-        archives = {}
-        for target in self.targets.gpu:
-            assert code.gpu_program is not None
-            total = count_kernels(code.gpu_program, target)
-            with self.progress.bar(f"compile {target.name}", total, "kernel") as advance:
-                archives[target.name] = emit_archive(code.gpu_program, target, advance)
-            writer.add(f"code/{target.name}", archives[target.name])
-        return archives
 
     def write_assets(self, writer: PlanWriter, graph: fx.Graph, assets: TokenizerAssets | None) -> None:
         writer.add("ir/lowered.txt", "\n".join(listing(graph)).encode())
@@ -296,7 +251,7 @@ class _Build:
                 writer.add("chat_template.jinja", assets.chat_template.encode())
 
     def evaluate(
-        self, writer: PlanWriter, graph: fx.Graph | None, code: dict[str, bytes], tokens: list[int] | None
+        self, writer: PlanWriter, graph: fx.Graph | None, compiled: dict[str, bytes], tokens: list[int] | None
     ) -> accuracy.Accuracy | None:
         if graph is None or tokens is None:
             return None
@@ -305,7 +260,7 @@ class _Build:
         assert self.measured_on is not None
         pages = -(-len(tokens) // PAGE_SIZE)
         config = ExecutorConfig(accuracy.ROWS, accuracy.ROWS, pages, default_threads())
-        executor = CpuExecutor(code[self.measured_on.name], writer.map_segment(self.weights), config)
+        executor = CpuExecutor(compiled[self.measured_on], writer.map_segment(self.weights), config)
         try:
             with self.progress.bar("accuracy", len(tokens), "tok") as advance:
                 seen = 0
@@ -325,49 +280,38 @@ class _Build:
 
     def manifest(
         self,
-        code: _Code,
-        gpu: dict[str, bytes],
+        table: WeightTable,
+        codes: dict[Backend, Code],
+        compiled: dict[str, bytes],
         report: PipelineReport,
         assets: TokenizerAssets | None,
         result: accuracy.Accuracy | None,
         config: Any,
     ) -> dict[str, Any]:
         """What the plan says of itself."""
-        slots = _kv_page_bytes(code)
-        layers, vocab_size = report.counts["kv_layout"], _vocab_size(code)
-        model = model_section(config, vocab_size, layers, self.max_model_len, slots) | {
+        code = next(iter(codes.values()))
+        layers = report.counts["kv_layout"]
+        model = model_section(config, code.vocab_size, layers, self.max_model_len, code.kv_page_bytes) | {
             "precision": self.options.precision + (" weight-only" if self.options.weight_only else ""),
             "kv_dtype": self.context.kv_dtype,
         }
-        memory: dict[str, Any] = {"weight_bytes": sum(e.size for e in code.table.entries)}
-        if code.program is not None and self.targets.cpu:
-            memory |= {f"arena_bytes_per_{name}": code.program.peaks[f"{name}s"] for name in ("token", "row")}
-        if code.gpu_program is not None:
-            memory["gpu"] = gpu_section(code.gpu_program, gpu)
+        memory: dict[str, Any] = {"weight_bytes": sum(e.size for e in table.entries)}
+        tools: list[str] = []
+        for backend, code in codes.items():
+            if stored := {name: compiled[name] for name in self.targets_of(backend)}:
+                memory |= code.memory(stored)
+                tools += backend.tools
         return {
             "format": "llmc.plan",
             "model": model,
-            "targets": self.targets.names,
+            "targets": self.targets,
             "tokenizer": tokenizer_section(assets),
             "generation_config": generation_section(self.checkpoint.generation_config),
-            "weights": [weight_section(e) for e in code.table.entries],
+            "weights": [weight_section(e) for e in table.entries],
             "memory": memory,
             "accuracy": accuracy_section(result, self.options.eval_text),
-            "provenance": provenance_section(self.checkpoint, report, self.options.cxx, bool(gpu)),
+            "provenance": provenance_section(self.checkpoint, report, self.options.cxx, tools),
         }
-
-
-def _kv_page_bytes(code: _Code) -> int:
-    if code.program is not None:
-        return sum(slot.page_bytes for slot in code.program.kv_slots)
-    assert code.gpu_program is not None
-    return sum(layer.page_bytes for layer in code.gpu_program.kv)
-
-
-def _vocab_size(code: _Code) -> int:
-    program = code.program or code.gpu_program
-    assert program is not None
-    return program.vocab_size
 
 
 def peak_memory() -> int:

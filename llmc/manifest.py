@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import llmc
 from llmc.accuracy import Accuracy
-from llmc.codegen.triton.launch import GpuProgram
 from llmc.codegen.weights import Entry
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.tokenizer import TokenizerAssets
@@ -45,17 +44,6 @@ def weight_section(entry: Entry) -> dict[str, Any]:
             "offset": entry.offset, "size": entry.size}  # fmt: skip
 
 
-def gpu_section(program: GpuProgram, code: Mapping[str, bytes]) -> dict[str, Any]:
-    """What the GPU targets need: memory on the device; the plan's weights are repacked there, none is stored twice."""
-    return {
-        "weight_bytes": program.weight_bytes,
-        "arena_bytes_per_token": program.arena["tokens"],
-        "arena_bytes_per_row": program.arena["rows"],
-        "launches": len(program.launches),
-        "code_bytes": {name: len(data) for name, data in code.items()},
-    }
-
-
 def accuracy_section(result: Accuracy | None, eval_text: Path | None) -> dict[str, Any] | None:
     if result is None:
         return None
@@ -64,13 +52,14 @@ def accuracy_section(result: Accuracy | None, eval_text: Path | None) -> dict[st
     return result.manifest() | {"text": text, "text_sha256": digest, "against": "float32 graph", "measured_on": "cpu"}
 
 
-def provenance_section(checkpoint: Checkpoint, report: PipelineReport, cxx: str | None, gpu: bool) -> dict[str, Any]:
-    """gpu: whether the plan holds GPU code."""
-    tools = (*_TOOLS, "triton") if gpu else _TOOLS
+def provenance_section(
+    checkpoint: Checkpoint, report: PipelineReport, cxx: str | None, backend_tools: Sequence[str]
+) -> dict[str, Any]:
+    """backend_tools: packages that the plan's code depends on besides those of every build."""
     return {
         "checkpoint": {"name": checkpoint.source_label, "sha256": checkpoint.digest},
         "llmc": llmc.__version__,
-        "tools": {name: metadata.version(name).partition("+")[0] for name in tools},
+        "tools": {name: metadata.version(name).partition("+")[0] for name in (*_TOOLS, *backend_tools)},
         "compiler": Path(cxx).name if cxx else "zig c++",
         "passes": [{"name": name, "count": count} for name, count in report.counts.items()],
     }

@@ -19,6 +19,7 @@ from llmc.build import PRECISIONS as BUILT
 from llmc.codegen.cpu.compile import compile_unit
 from llmc.codegen.cpu.emit import call_text, emit_unit
 from llmc.codegen.cpu.program import Program, select_kernels
+from llmc.codegen.weights import WeightTable
 from llmc.frontend.export import build_meta_model, export_model
 from llmc.frontend.tokens_major import import_graph
 from llmc.kernels.formats import F32, W4, W8
@@ -57,7 +58,7 @@ def lowered(family: str, precision: str = "fp32") -> Lowered:
     graph, reader = imported(family)
     graph = copy.deepcopy(graph)
     run_pipeline(graph, PassContext(*PRECISIONS[precision]))
-    program = select_kernels(graph)
+    program = select_kernels(graph, WeightTable())
     return Lowered(graph, reader, program, emit_unit(program))
 
 

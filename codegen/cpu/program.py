@@ -51,23 +51,26 @@ _BY_ROW = frozenset(["rms_norm", "layer_norm", "rms_norm_add", "act", "gated_act
 class Program:
     """What `emit` prints."""
 
+    weights: WeightTable
     calls: list[Call] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
-    weights: WeightTable = field(default_factory=WeightTable)
     kv_slots: list[KVSlot] = field(default_factory=list)
     vocab_size: int = 0
     offsets: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
 
 
-def select_kernels(graph: fx.Graph) -> Program:
-    """Raises UserError for a value layout or shape that no CPU kernel handles, naming the op and module."""
-    return _Selector(graph).run()
+def select_kernels(graph: fx.Graph, table: WeightTable) -> Program:
+    """`table` gets the weights that the program reads.
+
+    Raises UserError for a value layout or shape that no CPU kernel handles, naming the op and module.
+    """
+    return _Selector(graph, Program(table)).run()
 
 
 class _Selector:
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph, self.program = graph, Program()
+    def __init__(self, graph: fx.Graph, program: Program) -> None:
+        self.graph, self.program = graph, program
         self.costs = node_costs(graph)
         self.values: dict[fx.Node, Value[Buffer]] = {}
         self.private = _private_nodes(graph)

@@ -13,6 +13,7 @@ from torch import fx
 
 from llmc.codegen.cpu.emit import call_text, emit_unit
 from llmc.codegen.cpu.program import Program, select_kernels
+from llmc.codegen.weights import WeightTable
 from llmc.errors import UserError
 from llmc.kernels.dialect import OPS
 from llmc.kernels.weights import Stored
@@ -54,7 +55,7 @@ class _Graph:
         selected = self.op("select_rows", x, self.inputs["rows"])
         self.graph.output(self.linear(selected, "head", 50, C))
         annotate_shapes(self.graph)
-        return select_kernels(self.graph)
+        return select_kernels(self.graph, WeightTable())
 
 
 def _body(source: str, few: bool) -> list[str]:
@@ -187,4 +188,4 @@ def test_the_output_must_be_logits_of_the_sampled_rows() -> None:
     g.graph.output(g.linear(g.x, "head", 50, C))
     annotate_shapes(g.graph)
     with pytest.raises(UserError, match="one row of logits per sampled token"):
-        select_kernels(g.graph)
+        select_kernels(g.graph, WeightTable())

@@ -90,7 +90,7 @@ def test_weights_are_stored_once_for_both_backends() -> None:
 
     graph = copy.deepcopy(imported("llama")[0])
     run_pipeline(graph, PassContext(W8, W8, "bf16"))
-    table = select_kernels(graph).weights
+    table = select_kernels(graph, WeightTable()).weights
     before = (len(table.entries), table.size)
     select_launches(graph, table, "bf16")
     assert (len(table.entries), table.size) == before
