@@ -1,18 +1,27 @@
 """Runs a graph of the dialect (or of what is left of aten on the way to it) in plain torch, one node at a time.
 
-Weights are evaluated from their recipes when a node needs them and dropped after its last use, so that running a
-model needs memory for its largest weight and its activations, not for all weights.
+Weights are evaluated from their recipes when a node needs them and dropped after its last use, and large ones are read
+in blocks of rows, so that running a model needs memory for a weight and its activations, not for all weights.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from llmc.kernels.dialect import OPS
 from llmc.kernels.quant import to_float32
-from llmc.kernels.weights import Reader
+from llmc.kernels.weights import Reader, WeightRef
+
+WHOLE_WEIGHT = 1 << 25
+"""Elements of a weight that is loaded whole (128 MiB); larger ones, such as heads, are read in blocks of rows."""
+_BLOCK = 1 << 22
+"""Elements of such a block."""
 
 
 def load(node: fx.Node, reader: Reader) -> Tensor:
@@ -31,38 +40,59 @@ def is_weight(node: fx.Node) -> bool:
 def run_graph(graph: fx.Graph, inputs: dict[str, Tensor], reader: Reader, rows_per_run: int = 256) -> Tensor:
     """logits [R, V] for inputs tokens [T], positions [T], query_start [S+1], rows [R] (int64).
 
-    What depends on `rows` (the head) runs for `rows_per_run` rows at a time; see `iter_logits`.
+    What depends on `rows` (the head) runs for `rows_per_run` rows at a time; see `Body.logits`.
     """
-    return torch.cat(list(iter_logits(graph, inputs, reader, rows_per_run)))
+    return torch.cat(list(run_body(graph, inputs, reader).logits(rows_per_run)))
+
+
+@dataclass(frozen=True)
+class Body:
+    """A graph that has run up to the nodes that depend on `rows`: the head, and what lies between."""
+
+    graph: fx.Graph
+    reader: Reader
+    rows: Tensor
+    values: dict[fx.Node, Any]
+    """What the rest of the graph needs."""
+
+    def logits(self, rows_per_run: int) -> Iterator[Tensor]:
+        """The logits of `rows` in blocks [<= rows_per_run, V]."""
+        tail = _downstream(self.graph, "rows")
+        kept: dict[fx.Node, Tensor] = {}
+        for block in self.rows.split(rows_per_run):
+            yield self._logits(block, tail, kept)
+
+    @torch.no_grad()
+    def _logits(self, rows: Tensor, tail: set[fx.Node], kept: dict[fx.Node, Tensor]) -> Tensor:
+        values = dict(self.values)
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and node.name == "rows":
+                values[node] = rows
+            elif node in tail and node.op == "call_function":
+                values[node] = _call(node, values, self.reader, kept)
+        (output,) = (n.args[0] for n in self.graph.nodes if n.op == "output")
+        result: Tensor = values[output]
+        return result if output in tail else result[rows]
 
 
 @torch.no_grad()
-def iter_logits(graph: fx.Graph, inputs: dict[str, Tensor], reader: Reader, rows_per_run: int) -> Any:
-    """Yields the logits of `rows` in blocks [<= rows_per_run, V]; everything above the head runs once."""
-    rows = inputs["rows"]
+def run_body(
+    graph: fx.Graph, inputs: dict[str, Tensor], reader: Reader, done: Callable[[fx.Node], None] = lambda node: None
+) -> Body:
+    """Runs what does not depend on `rows`; inputs as for `run_graph`. `done` is called after each node."""
     tail = _downstream(graph, "rows")
-    env: dict[fx.Node, Any] = {}
+    values: dict[fx.Node, Any] = {}
     last_use = {a: n for n in graph.nodes for a in n.all_input_nodes}
     for node in graph.nodes:
         if node.op == "placeholder" and not is_weight(node):
-            env[node] = inputs.get(node.name)
+            values[node] = inputs.get(node.name)
         elif node.op == "call_function" and node not in tail:
-            env[node] = _call(node, env, reader)
+            values[node] = _call(node, values, reader, {})
             for used in node.all_input_nodes:
                 if last_use[used] is node:
-                    env.pop(used, None)
-    (rows_node,) = [n for n in graph.nodes if n.op == "placeholder" and n.name == "rows"]
-    cache: dict[fx.Node, Tensor] = {}
-    for block in rows.split(rows_per_run):
-        local = dict(env) | {rows_node: block}
-        result = None
-        for node in graph.nodes:
-            if node in tail and node.op == "call_function":
-                local[node] = _call(node, local, reader, cache)
-            elif node.op == "output":
-                value = local[node.args[0]]
-                result = value if node.args[0] in tail else value[block]
-        yield result
+                    values.pop(used, None)
+            done(node)
+    return Body(graph, reader, inputs["rows"], values)
 
 
 def _downstream(graph: fx.Graph, name: str) -> set[fx.Node]:
@@ -73,15 +103,59 @@ def _downstream(graph: fx.Graph, name: str) -> set[fx.Node]:
     return found
 
 
-def _call(node: fx.Node, env: dict[fx.Node, Any], reader: Reader, cache: dict[fx.Node, Tensor] | None = None) -> Any:
+def _call(node: fx.Node, values: dict[fx.Node, Any], reader: Reader, kept: dict[fx.Node, Tensor]) -> Any:
+    """The value of a node. `kept`: weights loaded so far, which gains those of this node."""
+
     def value(arg: fx.Node) -> Any:
         if not is_weight(arg):
-            return env[arg]
-        if cache is None:
-            return load(arg, reader)
-        if arg not in cache:
-            cache[arg] = load(arg, reader)
-        return cache[arg]
+            return values[arg]
+        if arg not in kept:
+            kept[arg] = load(arg, reader)
+        return kept[arg]
 
+    if node.target in (OPS["embed"], OPS["linear"]) and _is_large(node.args[1]):
+        ref = node.args[1].meta["weight"]
+        others = [value(a) if isinstance(a, fx.Node) and a is not node.args[1] else a for a in node.args]
+        return _embed(ref, reader, *others) if node.target is OPS["embed"] else _linear(ref, reader, *others)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
     return node.target(*args, **kwargs)
+
+
+def _is_large(arg: Any) -> bool:
+    ref = arg.meta.get("weight") if arg.op == "placeholder" else None
+    return ref is not None and math.prod(ref.shape) > WHOLE_WEIGHT
+
+
+def _row_blocks(ref: WeightRef) -> Iterator[tuple[int, int]]:
+    """(first row, end row) of the blocks in which a large weight is read."""
+    step = max(1, _BLOCK // math.prod(ref.shape[1:]))
+    for start in range(0, ref.shape[0], step):
+        yield start, min(start + step, ref.shape[0])
+
+
+def _embed(ref: WeightRef, reader: Reader, ids: Tensor, _weight: Any, scale: float, offset: int, format: str) -> Tensor:
+    """The op `embed`, from the rows that occur."""
+    wanted, inverse = (ids + offset).unique(return_inverse=True)
+    rows = []
+    for start, stop in _row_blocks(ref):
+        inside = wanted[(wanted >= start) & (wanted < stop)]
+        if len(inside):
+            rows.append(to_float32(ref.read(reader, start, stop))[inside - start])
+    result: Tensor = OPS["embed"](inverse, torch.cat(rows), scale, 0, format)
+    return result
+
+
+def _linear(
+    ref: WeightRef, reader: Reader, x: Tensor, _weight: Any, bias: Tensor | None, residual: Tensor | None, act: str,
+    gated: bool, format: str,
+) -> Tensor:  # fmt: skip
+    """The op `linear`, a block of its outputs at a time."""
+    if gated:
+        whole: Tensor = OPS["linear"](x, to_float32(ref.read(reader)), bias, residual, act, gated, format)
+        return whole
+    y = x.new_empty(x.shape[0], ref.shape[0])
+    for start, stop in _row_blocks(ref):
+        weight = to_float32(ref.read(reader, start, stop))
+        parts = (None if t is None else t[..., start:stop] for t in (bias, residual))
+        y[:, start:stop] = OPS["linear"](x, weight, *parts, act, False, format)
+    return y

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from llmc.kernels.dialect import OPS
-from llmc.kernels.interpret import iter_logits
+from llmc.kernels.interpret import WHOLE_WEIGHT, Body, run_body
 from llmc.kernels.weights import Reader
 from llmc.passes.shapes import PROBE_T
 from llmc.runtime.batch import Batch, Executor, Float32, RowSampling
@@ -23,6 +24,8 @@ from llmc.runtime.batch import Batch, Executor, Float32, RowSampling
 ROWS = 128
 """Rows whose logits are in memory at once, on either side."""
 MAX_TOKENS = 2048
+_COMPARED_AT_ONCE = 1 << 21
+"""Logits of either side that are compared at once (8 MiB): some rows of a block."""
 
 
 @dataclass(frozen=True)
@@ -45,59 +48,88 @@ class Accuracy:
         return {"tokens": self.tokens, **{name: float(f"{value:.4g}") for name, value in figures.items()}}
 
 
-def measure(
-    graph: fx.Graph,
-    reader: Reader,
-    executor: Executor,
-    tokens: list[int],
-    progress: Callable[[int], None] = lambda rows: None,
-) -> Accuracy:
-    """graph: the float32 graph. tokens: at least two ids. The executor takes ROWS tokens and rows a step and has
-    pages for all of them. progress is called with the rows compared so far."""
-    ids = np.array(tokens, np.int32)
-    n = len(ids)
-    everything = torch.arange(n)
+def run_reference(
+    graph: fx.Graph, reader: Reader, tokens: list[int], layer_done: Callable[[], None] = lambda: None
+) -> Body:
+    """Runs the float32 graph over a text of at least two tokens, up to the head. layer_done is called `layers(graph)`
+    times."""
+    everything = torch.arange(len(tokens))
     inputs = {
         "tokens": torch.tensor(tokens), "positions": everything,
-        "query_start": torch.tensor([0, n]), "rows": everything,
+        "query_start": torch.tensor([0, len(tokens)]), "rows": everything,
     }  # fmt: skip
-    nll = np.zeros(2)
-    kl = agree = 0.0
-    done = 0
-    reference = iter_logits(graph, inputs, reader, ROWS)
-    for ours in engine_logits(executor, ids):
-        theirs = next(reference)
-        log_p, log_q = (torch.log_softmax(x, -1) for x in (theirs, torch.from_numpy(ours)))
+
+    def done(node: fx.Node) -> None:
+        if node.target is OPS["attention"]:
+            layer_done()
+
+    body: Body = run_body(graph, inputs, reader, done)
+    return body
+
+
+def layers(graph: fx.Graph) -> int:
+    """How often `run_reference` says that a layer is done."""
+    return sum(n.target is OPS["attention"] for n in graph.nodes)
+
+
+def measure(
+    reference: Body, executor: Executor, tokens: list[int], progress: Callable[[int], None] = lambda rows: None
+) -> Accuracy:
+    """reference: of the same tokens. The executor takes ROWS tokens and rows a step and has pages for all of them.
+    progress is called with the rows compared so far."""
+    n = len(tokens)
+    sums = np.zeros(4)
+    logits = reference.logits(ROWS)
+    for start, ours in zip(range(0, n, ROWS), engine_logits(executor, np.array(tokens, np.int32)), strict=True):
+        sums += _compare(next(logits), torch.from_numpy(ours), tokens[start + 1 : start + 1 + ROWS])
+        progress(start + len(ours))
+        del ours  # before the next block is computed
+    kl, agree, *nll = sums
+    ppl, ppl_float32 = np.exp(np.array(nll) / (n - 1))
+    return Accuracy(n, float(ppl), float(ppl_float32), float(kl / n), float(agree / n))
+
+
+def _compare(theirs: Tensor, ours: Tensor, following: list[int]) -> tuple[float, float, float, float]:
+    """Sums over rows of logits [R, V]: KL divergence, agreement, and the negative log-likelihoods, ours and theirs, of
+    the tokens that follow (the last row of a text has none)."""
+    kl = agree = nll = nll_float32 = 0.0
+    step = max(1, _COMPARED_AT_ONCE // ours.shape[1])
+    for start in range(0, len(ours), step):
+        log_p, log_q = (torch.log_softmax(x[start : start + step], -1) for x in (theirs, ours))
         kl += float((log_p.exp() * (log_p - log_q)).sum(-1).double().sum())
-        agree += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-        targets = torch.tensor(tokens[done + 1 : done + 1 + len(ours)], dtype=torch.long)
+        agree += float((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+        targets = torch.tensor(following[start : start + step], dtype=torch.long)
         picked = torch.arange(len(targets)), targets
-        nll -= [float(log_q[picked].double().sum()), float(log_p[picked].double().sum())]
-        done += len(ours)
-        progress(done)
-    ppl = np.exp(nll / (n - 1))
-    return Accuracy(n, float(ppl[0]), float(ppl[1]), kl / n, agree / n)
+        nll -= float(log_q[picked].double().sum())
+        nll_float32 -= float(log_p[picked].double().sum())
+    return kl, agree, nll, nll_float32
 
 
 def memory_needed(graph: fx.Graph, tokens: int) -> int:
-    """Bytes that `measure` takes at its peak, from the graph's shapes: the largest float32 weight, the attention scores
-    of one layer, a layer's widest activations, and the logits of both sides."""
+    """Bytes that the report takes at its peak besides the engine's weights, from the float32 graph's shapes: a weight
+    and a layer's widest activations, or the logits of both sides with the head, if it is small enough to be kept."""
     weights = [math.prod(n.meta["shape"]) for n in graph.nodes if n.op == "placeholder" and "weight" in n.meta]
     values = [n for n in graph.nodes if n.op == "call_function"]
-    heads = max((n.meta["shape"][1] for n in values if n.target is OPS["attention"]), default=0)
     width = max((math.prod(n.meta["shape"][1:]) for n in values if n.meta["shape"][0] == PROBE_T), default=0)
     vocab = max((n.meta["shape"][-1] for n in values), default=0)
-    return 4 * (2 * max(weights, default=0) + 5 * heads * tokens**2 + 6 * tokens * width + 8 * ROWS * vocab)
+    weight = max((w for w in weights if w <= WHOLE_WEIGHT), default=0)
+    return 4 * (weight + max(6 * tokens * width, 4 * ROWS * vocab) + 4 * _COMPARED_AT_ONCE)
 
 
 def engine_logits(executor: Executor, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Iterator[Float32]:
     """Raw logits of every position of one sequence, in blocks of ROWS, prefilled in chunks of ROWS."""
     pages = np.arange(-(-len(ids) // executor.page_size), dtype=np.int32)[None]
     for start in range(0, len(ids), ROWS):
-        chunk = np.ascontiguousarray(ids[start : start + ROWS])
-        rows = np.arange(len(chunk), dtype=np.int32)
-        greedy = (RowSampling(temperature=0.0),) * len(chunk)
-        bounds = np.array([0, len(chunk)], np.int32)
-        output = executor.step(Batch(chunk, rows + np.int32(start), bounds, pages, rows, greedy, True))
-        assert output.logits is not None
-        yield output.logits
+        yield _prefill(executor, np.ascontiguousarray(ids[start : start + ROWS]), start, pages)
+
+
+def _prefill(
+    executor: Executor, chunk: np.ndarray[tuple[int], np.dtype[np.int32]], start: int, pages: np.ndarray[Any, Any]
+) -> Float32:
+    """The logits of all rows of one chunk, whose first position is `start`."""
+    rows = np.arange(len(chunk), dtype=np.int32)
+    greedy = (RowSampling(temperature=0.0),) * len(chunk)
+    bounds = np.array([0, len(chunk)], np.int32)
+    output = executor.step(Batch(chunk, rows + np.int32(start), bounds, pages, rows, greedy, True))
+    assert output.logits is not None
+    return output.logits

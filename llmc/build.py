@@ -255,8 +255,10 @@ class _Build:
     ) -> accuracy.Accuracy | None:
         if graph is None or tokens is None:
             return None
-        need = accuracy.memory_needed(graph, len(tokens))
+        need = peak_memory() + self.weights.size + accuracy.memory_needed(graph, len(tokens))
         self.progress.stage(f"accuracy report: takes about {need / 2**20:.0f} MiB (--no-eval skips it)")
+        with self.progress.bar("float32 reference", accuracy.layers(graph), "layer") as advance:
+            reference = accuracy.run_reference(graph, self.reader, tokens, lambda: advance(1))
         assert self.measured_on is not None
         pages = -(-len(tokens) // PAGE_SIZE)
         config = ExecutorConfig(accuracy.ROWS, accuracy.ROWS, pages, default_threads())
@@ -270,7 +272,7 @@ class _Build:
                     advance(done - seen)
                     seen = done
 
-                result = accuracy.measure(graph, self.reader, executor, tokens, report)
+                result = accuracy.measure(reference, executor, tokens, report)
         finally:
             executor.close()
         limit = self.options.max_kl

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from llmc import accuracy
-from llmc.accuracy import ROWS, Accuracy, measure, memory_needed
+from llmc.accuracy import ROWS, Accuracy, layers, measure, memory_needed, run_reference
 from llmc.kernels.dialect import OPS
 from llmc.kernels.weights import Stored
 from llmc.passes.shapes import annotate_shapes
@@ -84,7 +84,7 @@ def _by_hand(tokens: list[int], ours: Any) -> tuple[float, float, float, float]:
 def test_figures_are_those_of_the_definition(count: int) -> None:
     tokens = np.random.default_rng(count).integers(0, V, count).tolist()
     fake, done = FakeExecutor(tokens, 0.5), []
-    found = measure(_graph(), reader, fake, tokens, done.append)
+    found = measure(run_reference(_graph(), reader, tokens), fake, tokens, done.append)
     ppl, ppl32, kl, top1 = _by_hand(tokens, fake.logits)
     assert found.tokens == count and fake.seen == count
     np.testing.assert_allclose((found.perplexity, found.perplexity_float32, found.kl), (ppl, ppl32, kl), rtol=1e-4)
@@ -94,7 +94,7 @@ def test_figures_are_those_of_the_definition(count: int) -> None:
 
 def test_an_exact_engine_has_no_divergence() -> None:
     tokens = list(range(V)) * 3
-    found = measure(_graph(), reader, FakeExecutor(tokens, 0.0), tokens)
+    found = measure(run_reference(_graph(), reader, tokens), FakeExecutor(tokens, 0.0), tokens)
     assert abs(found.kl) < 1e-6 and found.top1 == 1.0 and found.perplexity == pytest.approx(found.perplexity_float32)
 
 
@@ -114,3 +114,17 @@ def test_the_memory_estimate_covers_the_logits_and_grows_with_the_text() -> None
     few, many = (memory_needed(_graph(), n) for n in (64, 2048))
     assert 8 * ROWS * V <= few <= many
     assert torch.get_num_threads() >= 1 and accuracy.MAX_TOKENS == 2048
+
+
+def test_the_reference_reports_its_layers() -> None:
+    graph, done = _graph(), []
+    (embed,) = (n for n in graph.nodes if n.target is OPS["embed"])
+    with graph.inserting_after(embed):
+        q = graph.call_function(torch.ops.aten.view.default, (embed, [-1, 2, C // 2]))
+    inputs = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    with graph.inserting_after(q):
+        attention = (q, q, q, inputs["positions"], inputs["query_start"], None, 1.0, 0, 0.0, 0)
+        graph.call_function(OPS["attention"], attention)
+    assert layers(graph) == 1
+    run_reference(graph, reader, [1, 2, 3], lambda: done.append(1))
+    assert done == [1]

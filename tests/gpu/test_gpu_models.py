@@ -130,7 +130,8 @@ def test_accuracy_is_what_builds_report(plans: Plans, float32: Float32Graph, pre
     tokens = codec.encode((DATA / "eval.txt").read_text(encoding="utf-8"))[: accuracy.MAX_TOKENS]
     assert len(tokens) >= 1800
     with gpu_executor(plan) as executor:
-        found = accuracy.measure(copy.deepcopy(float32.graph), float32.checkpoint.read, executor, tokens)
+        reference = accuracy.run_reference(copy.deepcopy(float32.graph), float32.checkpoint.read, tokens)
+        found = accuracy.measure(reference, executor, tokens)
     change = found.perplexity / found.perplexity_float32 - 1
     report(f"{precision}: accuracy", f"mean KL {found.kl:.4g}, perplexity {change:+.2%}, top-1 {found.top1:.2%}")
     assert 0 < found.kl <= MAX_KL[precision]
