@@ -114,7 +114,10 @@ def test_attention_does_not_depend_on_the_block_of_queries(window: int, monkeypa
         _close(OPS["attention"](*arguments), whole)
 
 
-@pytest.mark.parametrize(("window", "cap", "sinks"), [(0, 2.0, False), (2, 0.0, True), (0, 0.0, True), (3, 1.5, True)])
+_BY_DEFINITION = [(0, 2.0, False), (2, 0.0, True), (0, 0.0, True), (3, 1.5, True), (0, 0.0, False), (3, 0.0, False)]
+
+
+@pytest.mark.parametrize(("window", "cap", "sinks"), _BY_DEFINITION)
 def test_attention_by_the_definition(window: int, cap: float, sinks: bool) -> None:
     """Softcap and sinks, one query, head and key at a time in float64."""
     q, k, v = (_rand(7, h, D, seed=i) for i, h in enumerate((4, 2, 2)))
