@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import own_weights
 from torch import Tensor, fx, nn
 
 from llmc.errors import UserError
@@ -47,7 +48,7 @@ def _import(model: nn.Module) -> fx.Graph:
     buffers = {p: model.get_buffer(name) for p, name in signature.inputs_to_buffers.items()}
     lifted = {p: program.constants[name] for p, name in signature.inputs_to_lifted_tensor_constants.items()}
     exported = ExportedModel(program.graph, dict(signature.inputs_to_parameters), buffers | lifted)
-    return import_graph(exported, {name: name for name, _ in model.named_parameters()})
+    return import_graph(exported, own_weights(model))
 
 
 def _targets(graph: fx.Graph) -> list[Any]:
