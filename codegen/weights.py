@@ -14,8 +14,8 @@ from llmc.kernels.codes import Array, Codes
 from llmc.kernels.formats import F32, Format
 from llmc.kernels.weights import CodeReader, Reader, WeightRef
 
-_BLOCK_ELEMENTS = 8 << 20
-"""Elements of a weight that are in memory at once while it is packed (32 MiB as float32)."""
+_BLOCK_ELEMENTS = 2 << 20
+"""Elements of a weight that are in memory at once while it is packed (8 MiB as float32)."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ LANES = 16
 """Rows in a tile."""
 ALIGN = 64
 """Regions start at multiples of this."""
-_ROWS_AT_ONCE = 1 << 22
-"""Elements quantised at once: bounds the memory for temporaries."""
+_ROWS_AT_ONCE = 1 << 18
+"""Elements quantised at once: the temporaries of so few stay in the cache."""
 
 
 @dataclass(frozen=True)
