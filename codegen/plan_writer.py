@@ -1,7 +1,7 @@
 """Writes a plan as a stream: segments as they come, the manifest last, then the header, then the final name.
 
 Everything goes to a temporary file beside the target. Only a complete, synced file is renamed to the final name, so a
-full disk or a killed build leaves no plan there and an older plan untouched.
+full disk or a killed build leaves no plan there and an older plan untouched (unfinished.py has the temporary file).
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from llmc.codegen.unfinished import open_unfinished
 from llmc.errors import UserError
 from llmc.runtime.plan import ABI_VERSION, CHUNK, HEADER, MAGIC, PAGE, Segment, canonical_json
 
@@ -30,7 +30,7 @@ class PlanWriter:
         self.segments: list[Segment] = []
         self._end = PAGE
         try:
-            fd, self._temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent or ".")
+            fd, self._temporary = open_unfinished(path)
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
         self._file = os.fdopen(fd, "r+b")

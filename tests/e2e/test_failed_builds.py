@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from e2e_harness import assert_refused
 from families import VOCAB, save_checkpoint, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from llmc.codegen.plan_writer import PlanWriter
 from llmc.runtime.plan import Plan
 
 pytestmark = pytest.mark.e2e
@@ -85,8 +88,79 @@ def test_a_killed_build(checkpoint: Path, good: Path, tmp_path: Path, moment: st
     assert done.code == -9
     assert done.left.pop("engine.plan") == OLDER
     assert all(name.startswith(".") for name in done.left), done.left.keys()
+    strangers = {".other.tmp": b"not ours", ".notes.LLMC.tmp": b""}
+    for name, data in strangers.items():
+        (out / name).write_bytes(data)
     again = run_build(checkpoint, out / "engine.plan", *FLAGS)
-    assert again.code == 0 and again.left["engine.plan"] == good.read_bytes()
+    assert again.code == 0
+    assert again.left == strangers | {"engine.plan": good.read_bytes()}, "what the killed build left is gone"
+
+
+def test_a_build_that_is_told_to_end(checkpoint: Path, good: Path, tmp_path: Path) -> None:
+    """SIGTERM: nothing is left beside the older plan, nor in the temporary directory, and no compiler goes on."""
+    out, temporary = tmp_path / "out", tmp_path / "tmp"
+    out.mkdir()
+    temporary.mkdir()
+    (out / "engine.plan").write_bytes(OLDER)
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(temporary)}
+
+    def compiling() -> bool:
+        return any(temporary.glob("llmc-*/step.cpp")) and len(list(out.iterdir())) > 1
+
+    begun = time.monotonic()
+    done = run_build(checkpoint, out / "engine.plan", *FLAGS, env=env, kill_when=compiling, kill_with=signal.SIGTERM)
+    assert done.code == 128 + signal.SIGTERM, done.stderr
+    assert done.left == {"engine.plan": OLDER} and list(temporary.iterdir()) == []
+    commands = [Path(f"/proc/{p}/cmdline").read_bytes() for p in os.listdir("/proc") if p.isdigit() and _alive(p)]
+    assert not any(str(tmp_path).encode() in command for command in commands)
+    assert time.monotonic() - begun < 60
+
+
+def _alive(process: str) -> bool:
+    return Path(f"/proc/{process}/cmdline").exists()
+
+
+def test_two_builds_in_one_folder_leave_each_other_alone(tmp_path: Path) -> None:
+    """A file whose build lives is locked, and is not taken for a dead one's."""
+    with PlanWriter(tmp_path / "a.plan") as first:
+        first.add("data", b"1")
+        with PlanWriter(tmp_path / "b.plan") as second:
+            second.finish({})
+        first.finish({})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.plan", "b.plan"]
+
+
+def test_an_output_is_never_an_input(checkpoint: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    out = tmp_path / "out"
+    out.mkdir()
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i % VOCAB}" for i in range(60)))
+    weights = model / "model.safetensors"
+    (out / "hard").hardlink_to(weights)
+    (out / "soft").symlink_to(weights)
+    before = weights.read_bytes()
+    for output in (weights, out / "hard", out / "soft", model / "engine.plan", model / "sub" / ".." / "engine.plan"):
+        (model / "sub").mkdir(exist_ok=True)
+        done = run_build(model, out / "x", *FLAGS, "-o", str(output))
+        assert_refused(done.code, done.stderr, "-o", str(output))
+        assert weights.read_bytes() == before and not (model / "engine.plan").exists()
+    done = run_build(model, out / "x", "--fp32", "--target", "native", "--eval-text", str(text), "-o", str(text))
+    assert_refused(done.code, done.stderr, str(text), "is a file that is read")
+    assert text.read_text().startswith("w0 w1")
+
+
+def test_a_linked_output_is_written_where_it_points(checkpoint: Path, good: Path, tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "real.plan").write_bytes(OLDER)
+    for name, target in (("engine.plan", "real.plan"), ("dangling.plan", "new.plan")):
+        (out / name).symlink_to(elsewhere / target)
+        done = run_build(checkpoint, out / name, *FLAGS)
+        assert done.code == 0 and (out / name).is_symlink()
+        assert (elsewhere / target).read_bytes() == good.read_bytes()
 
 
 def test_a_failed_accuracy_check_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
@@ -134,8 +208,10 @@ def test_outputs_that_cannot_be(checkpoint: Path, tmp_path: Path) -> None:
     out.mkdir()
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for output in (out, out / "none" / "engine.plan", pipe):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for output in (out, out / "none" / "engine.plan", pipe, loop, "-", out / ("x" * 300)):
         done = run_build(checkpoint, out / "x", *FLAGS, "-o", str(output))
-        assert_refused(done.code, done.stderr, str(output))
+        assert_refused(done.code, done.stderr, str(output)[:150])
         assert done.left == {}
     assert pipe.is_fifo()
