@@ -25,9 +25,14 @@ def open_unfinished(path: Path) -> tuple[int, str]:
     """
     remove_dead(path.absolute().parent)
     fd, name = tempfile.mkstemp(prefix=f".{path.name[:200]}.", suffix=".tmp", dir=path.absolute().parent)
-    _lock(fd)
-    os.write(fd, MARK)
-    os.lseek(fd, 0, os.SEEK_SET)
+    try:
+        _lock(fd)
+        os.write(fd, MARK)
+        os.lseek(fd, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        os.unlink(name)
+        raise
     return fd, name
 
 
