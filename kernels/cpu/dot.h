@@ -4,12 +4,12 @@
 // accumulate over k in order; W8 and W4 form an exact integer sum per group of 32 and accumulate over groups in order.
 //
 // The integer sums are written once per instruction set, in dot_*.h. A tile is multiplied in pieces as wide as a
-// register: SumLanes and FloatLanes hold the lanes of one piece.
+// register: SumLanes and FloatLanes hold the lanes of one piece. kAbreast tiles at most share each load of the inputs.
 //
-// dot_group_w8: sum[t][lane] = sum over the 32 k of a group of weight[lane][k] * x[t][k], exact in int32, for the lanes
-// of one piece. x[t] starts t * stride bytes after x, in the form that quantize gives it for the format. The weights
-// are stored as q + 128, the result is for q; xsum[t * sum_stride] is what quantize gives for that. dot_group_w4: the
-// same for the unsigned four-bit elements of a group of W4.
+// dot_group_w8: sums[a][t][lane] = sum over the 32 k of a group of weight[lane][k] * x[t][k], exact in int32, for the
+// lanes of one piece of tile a. Tile a starts a * apart bytes after w, x[t] starts t * stride bytes after x, in the form
+// that quantize gives it for the format. The weights are stored as q + 128, the result is for q; xsum[t * sum_stride] is
+// what quantize gives for that. dot_group_w4: the same for the unsigned four-bit elements of a group of W4.
 #pragma once
 #include "quantize.h"
 #include "weights.h"
@@ -82,27 +82,30 @@ LLMC_INLINE void dot_tiles(const uint8_t* data, const uint16_t* scale, const uin
   const int32_t* xsum = x.sum + (int64_t)first_row * kGroups;
   FloatLanes part[S][TT][kPieces];
   __builtin_memcpy(part, acc, sizeof(acc));
+  constexpr int kTogether = S % kAbreast == 0 ? kAbreast : 1;  // tiles that share the loads of the inputs
   for (int g = from / kGroup; g < to / kGroup; ++g, ahead.advance()) {
 #pragma clang loop unroll(full)
-    for (int s = 0; s < S; ++s) {
-      ahead.fetch(s);
-      const uint8_t* w = data + ((int64_t)s * kGroups + g) * kBytes;
-      const int scales = (s * kGroups + g) * kLanes;
+    for (int first = 0; first < S; first += kTogether) {
+      for (int s = first; s < first + kTogether; ++s) ahead.fetch(s);
+      const uint8_t* w = data + ((int64_t)first * kGroups + g) * kBytes;
 #pragma clang loop unroll(full)
       for (int piece = 0; piece < kPieces; ++piece) {
         __asm__ volatile("" ::: "memory");  // or the inputs that the pieces share would be kept, and spill
-        SumLanes sum[TT];
+        SumLanes sum[kTogether][TT];
         const int8_t* qg = q + g * q_bytes(FMT, kGroup);
         if constexpr (FMT == Fmt::w8)
-          dot_group_w8<TT>(w, piece, qg, kStride, xsum + g, kGroups, sum);
+          dot_group_w8(w, kGroups * kBytes, piece, qg, kStride, xsum + g, kGroups, sum);
         else
-          dot_group_w4<TT>(w, piece, qg, kStride, sum);
-        FloatLanes ws = scales_at(scale + scales + piece * kPiece), wm{};
-        if constexpr (FMT == Fmt::w4) wm = scales_at(min + scales + piece * kPiece);
-        for (int t = 0; t < TT; ++t) {
-          FloatLanes xs = FloatLanes{} + xscale[t * kGroups + g], &a = part[s][t][piece];
-          a = fma(__builtin_convertvector(sum[t], FloatLanes), ws * xs, a);
-          if constexpr (FMT == Fmt::w4) a = fma(wm * xs, FloatLanes{} + load<float>(xsum + t * kGroups + g), a);
+          dot_group_w4(w, kGroups * kBytes, piece, qg, kStride, sum);
+        for (int i = 0; i < kTogether; ++i) {
+          const int scales = ((first + i) * kGroups + g) * kLanes + piece * kPiece;
+          FloatLanes ws = scales_at(scale + scales), wm{};
+          if constexpr (FMT == Fmt::w4) wm = scales_at(min + scales);
+          for (int t = 0; t < TT; ++t) {
+            FloatLanes xs = xscale[t * kGroups + g] - FloatLanes{}, &a = part[first + i][t][piece];
+            a = fma(__builtin_convertvector(sum[i][t], FloatLanes), ws * xs, a);
+            if constexpr (FMT == Fmt::w4) a = fma(wm * xs, load<float>(xsum + t * kGroups + g) - FloatLanes{}, a);
+          }
         }
       }
     }

@@ -14,6 +14,7 @@ namespace llmc {
 
 typedef i32x16 SumLanes;
 typedef f32x16 FloatLanes;
+constexpr int kAbreast = 1;
 typedef i32x8 Halves[2];  // lanes 0 .. 7 and 8 .. 15
 
 LLMC_INLINE SumLanes join(const Halves& h) {
@@ -43,8 +44,8 @@ LLMC_MULTIPLY_ADD(multiply_add_8, "vpmaddubsw", "vpaddw")
 #undef LLMC_MULTIPLY_ADD
 
 template <int TT>
-LLMC_INLINE void dot_group_w8(const uint8_t* w, int, const int8_t* x, int stride, const int32_t* xsum, int sum_stride,
-                              SumLanes (&sum)[TT]) {
+LLMC_INLINE void dot_group_w8(const uint8_t* w, int64_t, int, const int8_t* x, int stride, const int32_t* xsum,
+                              int sum_stride, SumLanes (&sums)[1][TT]) {
   const __m256i low = _mm256_set1_epi16(0xff);
   Halves acc[TT];
   for (int t = 0; t < TT; ++t) acc[t][0] = acc[t][1] = i32x8{} + xsum[t * sum_stride];
@@ -55,11 +56,12 @@ LLMC_INLINE void dot_group_w8(const uint8_t* w, int, const int8_t* x, int stride
     w0 = _mm256_srli_epi16(load_here(w), 8), w1 = _mm256_srli_epi16(load_here(w + 32), 8);
     for (int t = 0; t < TT; ++t) multiply_add_16(acc[t], w0, w1, x + t * stride + 4);
   }
-  for (int t = 0; t < TT; ++t) sum[t] = join(acc[t]);
+  for (int t = 0; t < TT; ++t) sums[0][t] = join(acc[t]);
 }
 
 template <int TT>
-LLMC_INLINE void dot_group_w4(const uint8_t* w, int, const int8_t* x, int stride, SumLanes (&sum)[TT]) {
+LLMC_INLINE void dot_group_w4(const uint8_t* w, int64_t, int, const int8_t* x, int stride,
+                              SumLanes (&sums)[1][TT]) {
   const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
   Halves acc[TT] = {};
 #pragma clang loop unroll(full)
@@ -72,7 +74,7 @@ LLMC_INLINE void dot_group_w4(const uint8_t* w, int, const int8_t* x, int stride
   }
   for (int t = 0; t < TT; ++t) {
     for (auto& half : acc[t]) half = (i32x8)_mm256_madd_epi16((__m256i)half, ones);
-    sum[t] = join(acc[t]);
+    sums[0][t] = join(acc[t]);
   }
 }
 

@@ -10,6 +10,7 @@ namespace llmc {
 
 typedef i32x8 SumLanes;
 typedef f32x8 FloatLanes;
+constexpr int kAbreast = 1;
 
 // sum[t] += the J-th four of 16 inputs x[t], times the weights w of the eight lanes.
 template <int J, int TT>
@@ -39,21 +40,22 @@ LLMC_INLINE void dot_group(Weights weights, const int8_t* x, int stride, SumLane
 
 // q + 128 becomes q by inverting the highest bit.
 template <int TT>
-LLMC_INLINE void dot_group_w8(const uint8_t* w, int piece, const int8_t* x, int stride, const int32_t*, int,
-                              SumLanes (&sum)[TT]) {
+LLMC_INLINE void dot_group_w8(const uint8_t* w, int64_t, int piece, const int8_t* x, int stride, const int32_t*,
+                              int, SumLanes (&sums)[1][TT]) {
   auto weights = [=](int j, int h) __attribute__((always_inline)) {
     return vreinterpretq_s8_u8(veorq_u8(vld1q_u8(w + 64 * j + 32 * piece + 16 * h), vdupq_n_u8(0x80)));
   };
-  dot_group(weights, x, stride, sum);
+  dot_group(weights, x, stride, sums[0]);
 }
 
 template <int TT>
-LLMC_INLINE void dot_group_w4(const uint8_t* w, int piece, const int8_t* x, int stride, SumLanes (&sum)[TT]) {
+LLMC_INLINE void dot_group_w4(const uint8_t* w, int64_t, int piece, const int8_t* x, int stride,
+                              SumLanes (&sums)[1][TT]) {
   auto weights = [=](int j, int h) __attribute__((always_inline)) {
     uint8x16_t both = vld1q_u8(w + 64 * (j % 4) + 32 * piece + 16 * h);
     return vreinterpretq_s8_u8(j < 4 ? vandq_u8(both, vdupq_n_u8(15)) : vshrq_n_u8(both, 4));
   };
-  dot_group(weights, x, stride, sum);
+  dot_group(weights, x, stride, sums[0]);
 }
 
 }  // namespace llmc

@@ -22,9 +22,11 @@ constexpr int64_t kBlockBytes = 192 * 1024;  // of weights that stay in the seco
 constexpr int kBlockRows = 64;               // rows whose sums are kept while they pass the blocks along K
 constexpr int kFewRowsPiece = 2;             // tiles that a thread claims at once when rows are few
 
-// Rows that share the loads of a tile, as registers allow.
+// Rows that share the loads of a tile, or of kAbreast tiles, as registers allow.
 constexpr int row_tile([[maybe_unused]] Fmt fmt) {
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(__AVX512VNNI__)
+  return is_quantized(fmt) ? 6 : 8;
+#elif defined(__AVX512F__) || defined(__aarch64__)
   return 8;
 #else
   return is_quantized(fmt) ? 4 : 6;
@@ -152,10 +154,13 @@ inline void linear_few_rows(const Product<X>& p, Range tiles, int num_rows) {
   for (; i < tiles.end; ++i) linear_few_rows_of<FMT, N, K, ACT, GATED, GATED ? 2 : 1>(p, i, num_rows);
 }
 
-// The most tiles whose elements from one block along K fit kBlockBytes.
+// Tiles of output columns that pass many rows together. Of gated ones, gate and up do.
+constexpr int tiles_together(Fmt fmt, bool gated) { return is_quantized(fmt) && !gated ? kAbreast : 1; }
+
+// The most tiles whose elements from one block along K fit kBlockBytes: 3 or more, as chunk_of says.
 constexpr int block_tiles(Fmt fmt, int k, bool gated) {
   int64_t bytes = tile_bytes(fmt, chunk_of(fmt, padded(fmt, k))) * (gated ? 2 : 1);
-  return bytes >= kBlockBytes ? 1 : (int)(kBlockBytes / bytes);
+  return (int)(kBlockBytes / bytes) / tiles_together(fmt, gated) * tiles_together(fmt, gated);
 }
 
 // One block of tiles, and for that blocks of rows and of K.
@@ -163,6 +168,7 @@ template <Fmt FMT, int N, int K, Act ACT, bool GATED, class X>
 inline void linear_many_rows(const Product<X>& p, Range tiles, int num_rows) {
   constexpr int kPadded = padded(FMT, K), kRows = row_tile(FMT), kChunk = chunk_of(FMT, kPadded);
   constexpr bool kWhole = kChunk >= kPadded;
+  constexpr Ahead kNothing{nullptr, 0, 0};
   constexpr int kKept = kWhole ? 1 : block_tiles(FMT, K, GATED);  // tiles whose sums are kept
   f32x16 sums[kKept][2 * kBlockRows];
   const int block_rows = kWhole ? num_rows : kBlockRows;
@@ -172,10 +178,13 @@ inline void linear_many_rows(const Product<X>& p, Range tiles, int num_rows) {
       int to = from + kChunk < kPadded ? from + kChunk : kPadded;
       for (int t = r; t < rows_end; t += kRows) {
         int count = t + kRows < rows_end ? kRows : rows_end - t;
-        for (int i = tiles.begin; i < tiles.end; ++i)
-          linear_rows<FMT, N, K, ACT, GATED, GATED ? 2 : 1, kRows>(
-              count, p, i, t, from, to, Ahead{nullptr, 0, 0},
-              &sums[kWhole ? 0 : i - tiles.begin][kWhole ? 0 : t - r]);
+        auto sums_of = [&](int i) { return &sums[kWhole ? 0 : i - tiles.begin][kWhole ? 0 : t - r]; };
+        int i = tiles.begin;
+        if constexpr (tiles_together(FMT, GATED) == 2)
+          for (; i + 2 <= tiles.end; i += 2)
+            linear_rows<FMT, N, K, ACT, false, 2, kRows>(count, p, i, t, from, to, kNothing, sums_of(i));
+        for (; i < tiles.end; ++i)
+          linear_rows<FMT, N, K, ACT, GATED, GATED ? 2 : 1, kRows>(count, p, i, t, from, to, kNothing, sums_of(i));
       }
     }
   }
@@ -193,7 +202,8 @@ inline void linear(Par par, int num_rows, X x, Weight w, const float* bias, Mat 
   }
   // Blocks of one size, so that no thread comes late with a large one.
   int share = (kTiles + par.nt - 1) / par.nt, blocks = (share + kBlock - 1) / kBlock;
-  share_pieces(par, kTiles, (share + blocks - 1) / blocks,
+  int size = (share + blocks - 1) / blocks;
+  share_pieces(par, kTiles, round_up(size, tiles_together(FMT, GATED)),
                [&](Range tiles) { linear_many_rows<FMT, N, K, ACT, GATED>(p, tiles, num_rows); });
 }
 
