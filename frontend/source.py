@@ -40,16 +40,32 @@ def resolve(model: str, *, sha256: str | None = None, revision: str | None = Non
         if not re.fullmatch("[0-9a-f]{64}", sha256):
             raise UserError(f"--sha256 {sha256[:80]!r} is not a sha256: 64 hexadecimal digits are needed")
     if model.startswith("pypi:"):
+        if revision is not None:
+            raise UserError(f"--revision {revision}: only a hub model has revisions; {model} has a version")
         fetched, label = pypi.fetch(model, sha256)
         return Source(fetched, "gguf" if fetched.is_file() else "dir", label)
     path = Path(model).expanduser()
-    if model and path.exists():
+    if model and _exists(path):
+        if revision is not None:
+            raise UserError(f"--revision {revision}: {path} is on this machine, and only a hub model has revisions")
         return _local(path, sha256)
     if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
         if sha256 is not None:
             raise UserError(f"--sha256 needs one file to check, and {model} is a hub repository: pin its revision")
         return _from_hub(model, revision)
-    raise UserError(f"no such model: {model!r} does not exist here, and it is not {_KINDS}")
+    raise UserError(f"no such model: {_short(model)!r} does not exist here, and it is not {_KINDS}")
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is such a file; a name that no file can have is none."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _local(path: Path, sha256: str | None) -> Source:

@@ -91,6 +91,8 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress) -
     targets = parse_targets(options.targets)
     context = pass_context(options)
     check_output(output, "-o")
+    if options.dump_ir is not None and options.dump_ir.exists() and not options.dump_ir.is_dir():
+        raise UserError(f"--dump-ir {options.dump_ir}: is not a directory; name one, or one that is to be made")
     progress.stage("resolve")
     source = resolve(model, sha256=options.sha256, revision=options.revision)
     output = check_output(output, "-o", (source.path, *([options.eval_text] if options.eval_text else [])))

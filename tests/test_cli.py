@@ -175,6 +175,12 @@ def test_build_without_the_extra_says_how_to_get_it(tmp_path: Path) -> None:
         (["-o", "/no/such/directory/x.plan"], ["/no/such/directory/x.plan", "there is no directory"]),
         (["-o", "/"], ["-o /", "is a directory"]),
         (["--sha256", "0" * 64], ["sha256"]),
+        (["--int4"], ["--int4 and --fp32 are different precisions"]),
+        (["--max-kl", "nan"], ["--max-kl nan: is not a finite number"]),
+        (["--revision", "main"], ["--revision main", "only a hub model has revisions"]),
+        (["--dump-ir", __file__], ["--dump-ir", "is not a directory"]),
+        (["-o", "-"], ["-o -", "not to standard output"]),
+        (["-o", "x" * 300], ["-o xxx", "File name too long"]),
     ],
 )  # fmt: skip
 def test_bad_values_of_build(checkpoint: Path, tmp_path: Path, flags: list[str], words: list[str]) -> None:
@@ -186,6 +192,7 @@ def test_bad_values_of_build(checkpoint: Path, tmp_path: Path, flags: list[str],
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     refused(llmc("build", tmp_path / "none", "-o", tmp_path / "x.plan"), str(tmp_path / "none"))
+    refused(llmc("build", "x" * 300, "-o", tmp_path / "x.plan"), "no such model: 'xxx")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from llmc.codegen import object_cache
 from llmc.errors import UserError
 from llmc.runtime.cpu.targets import Target
 
+log = logging.getLogger(__name__)
 KERNEL_DIR = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _FLAGS = (
     "-O3 -std=c++20 -nostdlib++ -fno-exceptions -fno-rtti -ffp-contract=off -fno-math-errno -fno-sanitize=undefined "
@@ -124,10 +127,19 @@ def stopped_compilers() -> Iterator[None]:
 
 
 def _zig_cache() -> Path | None:
-    """zig's own cache; None where it cannot be written: zig would try for ever."""
+    """zig's own cache; None, with a warning, where it cannot be written: zig would try for ever."""
     directory = cache_dir() / "zig"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return None
-    return directory if os.access(directory, os.W_OK) else None
+        reason = "" if os.access(directory, os.W_OK) else "it is read-only"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        _warn(cache_dir(), reason)
+    return None if reason else directory
+
+
+@cache
+def _warn(directory: Path, reason: str) -> None:
+    """Once, however many targets are compiled."""
+    log.warning("nothing is cached in %s: %s; every build compiles anew", directory, reason)
