@@ -190,7 +190,7 @@ def _read_bytes(options: BenchOptions) -> int:
 def _executor(plan: Plan, options: BenchOptions, target: Target, threads: int, pages: int) -> CpuExecutor:
     rows = max(options.batch_size)
     config = ExecutorConfig(max(options.max_num_batched_tokens, rows), rows, pages, threads)
-    return CpuExecutor(plan.segment(f"code/{target.name}"), plan.segment("weights"), config)
+    return CpuExecutor(plan.segment(f"code/{target.name}"), plan.segment("weights"), config, target.name)
 
 
 class _Bench:

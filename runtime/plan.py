@@ -95,6 +95,8 @@ class Plan:
             raise UserError(f"{path}: the manifest was altered (sha256 does not match); rebuild the plan")
         try:
             manifest = json.loads(text)
+            if manifest["abi"] != abi:
+                raise UserError(f"{path}: header and manifest name different ABI versions; rebuild the plan")
             plan = cls(path, data, manifest, digest.hex())
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise UserError(f"{path}: damaged manifest: {error}; rebuild the plan") from error

@@ -77,9 +77,10 @@ def _compiler(cxx: str | None) -> list[str]:
 
 
 def _target_flags(target: Target, cxx: str | None) -> list[str]:
+    name = f'-DLLMC_TARGET="{target.name}"'
     if cxx is not None:
-        return ["-march=native"]
-    return ["-target", target.zig_target, f"-mcpu={target.zig_cpu}"]
+        return ["-march=native", name]
+    return ["-target", target.zig_target, f"-mcpu={target.zig_cpu}", name]
 
 
 def _run(command: list[str], source: str) -> bytes:

@@ -18,6 +18,7 @@ _PRELUDE = """\
 namespace llmc {
 
 constexpr int kVocab = @VOCAB@;
+constexpr int64_t kWeightBytes = @WEIGHT_BYTES@;
 constexpr int64_t kTokenBytes = @TOKEN_BYTES@;  // of tokens_arena, per token
 constexpr int64_t kRowBytes = @ROW_BYTES@;      // of rows_arena, per row
 constexpr int64_t kPageBytes = @PAGE_BYTES@;    // of the KV pool, per page of 16 positions, all layers
@@ -34,7 +35,7 @@ static void step(void* engine, Par par) {
 _EPILOGUE = """\
 }
 
-// One line per phase of the step, its fields separated by tabs; runtime/cpu/phases.py says what they are.
+// One line of JSON per phase of the step; runtime/cpu/phases.py says what is in it.
 constexpr const char* kPhaseLines = @PHASE_LINES@;
 
 }  // namespace llmc
@@ -71,6 +72,7 @@ def _filled(text: str, program: Program) -> str:
     lines = phase_lines(program)
     replacements = {
         "@VOCAB@": program.vocab_size,
+        "@WEIGHT_BYTES@": program.weights.size,
         "@TOKEN_BYTES@": program.peaks["tokens"],
         "@ROW_BYTES@": program.peaks["rows"],
         "@PAGE_BYTES@": sum(slot.page_bytes for slot in program.kv_slots),

@@ -25,6 +25,11 @@ LLMC_EXPORT int64_t llmc_arena_bytes(int32_t max_tokens, int32_t max_rows, int32
          threads * (int64_t)sample_scratch_bytes(kVocab);
 }
 
+// The target that this is code for, by its name in plans: read before anything of it runs.
+LLMC_EXPORT extern const char llmc_target[] = LLMC_TARGET;
+// Of the weights segment.
+LLMC_EXPORT int64_t llmc_weight_bytes() { return kWeightBytes; }
+
 // arena: llmc_arena_bytes, 64-byte aligned. kv: num_pages * llmc_page_bytes. Returns null and an errno on failure.
 LLMC_EXPORT void* llmc_create(const uint8_t* weights, uint8_t* kv, int64_t num_pages, uint8_t* arena,
                               int32_t max_tokens, int32_t max_rows, int32_t threads, int32_t* error) {
@@ -57,7 +62,7 @@ LLMC_EXPORT int32_t llmc_step(void* engine, const Batch* batch) {
   return 0;
 }
 
-// One line per phase of a step, its fields separated by tabs; runtime/cpu/phases.py says what they are.
+// One line per phase of a step, as JSON; runtime/cpu/phases.py says what is in it.
 LLMC_EXPORT const char* llmc_phases() { return kPhaseLines; }
 
 // From now on steps add the nanoseconds of each phase to ns[phase]; null stops that. Not during a step.

@@ -22,6 +22,7 @@ from llmc.kv_page import PAGE_SIZE
 from llmc.runtime.batch import Batch, StepOutput, nothing
 from llmc.runtime.batch_check import check_batch
 from llmc.runtime.cpu.numa import pin_caller, pin_pool, place_threads
+from llmc.runtime.cpu.object_file import check_object
 from llmc.runtime.cpu.phases import Phase, parse_phases
 from llmc.runtime.plan import ABI_VERSION
 from llmc.runtime.sampling_rows import pack_sampling
@@ -31,6 +32,9 @@ _POINTERS = ("tokens", "positions", "query_start", "block_tables", "rows", "samp
 PEAKS = ("fp32", "int8", "int4")
 """Kinds of arithmetic, in the order of `peak_ops` in kernels/cpu/limits.h: float32, and int8 activations with weights
 of 8 and of 4 bits."""
+
+_LONGEST_TARGET = 32
+"""Bytes of the name of a target that are read."""
 
 
 class _Batch(ctypes.Structure):
@@ -50,8 +54,12 @@ class ExecutorConfig:
     threads: int
 
 
-def load_code(code: bytes | memoryview) -> ctypes.CDLL:
-    """Opens a shared object that lies in memory. Raises UserError when the loader refuses it."""
+def load_code(code: bytes | memoryview, target: str | None = None) -> ctypes.CDLL:
+    """Opens a shared object that lies in memory. target: what it must be code for, by name.
+
+    Raises UserError when it is damaged, for something else, or refused by the system's loader.
+    """
+    check_object(code)
     fd = os.memfd_create("llmc-engine", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:
@@ -62,6 +70,9 @@ def load_code(code: bytes | memoryview) -> ctypes.CDLL:
         raise UserError(f"the plan's machine code cannot be loaded here: {error}") from error
     # The descriptor stays open as long as the library, for the life of the process: the loader knows libraries by
     # name, and a second plan under a reused number would get the code of the first.
+    found = (ctypes.c_char * _LONGEST_TARGET).in_dll(library, "llmc_target").value.decode(errors="replace")
+    if target is not None and found != target:
+        raise UserError(f"the plan's machine code for {target} is code for {found}; rebuild the plan")
     return _declare(library)
 
 
@@ -69,6 +80,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     i32, i64, ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     signatures = {
         "llmc_vocab_size": (i32, []),
+        "llmc_weight_bytes": (i64, []),
         "llmc_page_bytes": (i64, []),
         "llmc_arena_bytes": (i64, [i32, i32, i32]),
         "llmc_create": (ptr, [ptr, ptr, i64, ptr, i32, i32, i32, ctypes.POINTER(i32)]),
@@ -94,10 +106,16 @@ class CpuExecutor:
 
     page_size = PAGE_SIZE
 
-    def __init__(self, code: bytes | memoryview, weights: memoryview, config: ExecutorConfig) -> None:
-        """weights: the weights segment, page-aligned, kept alive by the executor. Raises UserError when memory or
-        threads cannot be had."""
-        self._library = load_code(code)
+    def __init__(
+        self, code: bytes | memoryview, weights: memoryview, config: ExecutorConfig, target: str | None = None
+    ) -> None:
+        """weights: the weights segment, page-aligned, kept alive by the executor. target: what the code must be for.
+
+        Raises UserError when memory or threads cannot be had, and for code and weights that do not belong together.
+        """
+        self._library = load_code(code, target)
+        if len(weights) != (needed := self._library.llmc_weight_bytes()):
+            raise UserError(f"the plan has {len(weights)} bytes of weights, its code reads {needed}; rebuild the plan")
         self._weights = np.frombuffer(weights, np.uint8)
         self.vocab_size: int = self._library.llmc_vocab_size()
         self.num_pages, self.threads = config.num_pages, config.threads

@@ -26,4 +26,4 @@ def load_cpu_executor(plan: Plan, options: LoadOptions, config: EngineConfig) ->
         raise UserError(f"--threads {threads}: must be between 1 and 256")
     pages = pages_in_main_memory(options, config.max_model_len, page_bytes)
     rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-    return CpuExecutor(code, weights, ExecutorConfig(config.max_num_batched_tokens, rows, pages, threads))
+    return CpuExecutor(code, weights, ExecutorConfig(config.max_num_batched_tokens, rows, pages, threads), target.name)

@@ -124,42 +124,45 @@ def _segment(**changes: Any) -> dict[str, Any]:
 
 
 SECOND = _segment(name="b", offset=2 * PAGE, sha256=[hashlib.sha256(BODY[PAGE:]).hexdigest()])
+OWN = {"abi": ABI_VERSION}
 HOSTILE: dict[str, Any] = {
-    "no segments": {}, "segments null": {"segments": None}, "segments a number": {"segments": 3},
-    "segments a string": {"segments": "ab"}, "segments an object": {"segments": {"a": 1}},
+    "no segments": OWN, "segments null": OWN | {"segments": None}, "segments a number": OWN | {"segments": 3},
+    "segments a string": OWN | {"segments": "ab"}, "segments an object": OWN | {"segments": {"a": 1}},
+    "no ABI version": {"segments": [_segment(), SECOND]},
+    "another ABI version": {"abi": ABI_VERSION + 1, "segments": [_segment(), SECOND]},
     "manifest a list": [], "manifest a string": "segments", "manifest null": None,
-    "not enough segments": {"segments": [_segment()]}, "none at all": {"segments": []},
-    "name twice": {"segments": [_segment(), SECOND | {"name": "a"}]},
-    "overlapping": {"segments": [_segment(size=2 * PAGE), SECOND]},
-    "in the header": {"segments": [_segment(offset=0), SECOND]},
-    "the other way round": {"segments": [SECOND, _segment()]},
-    "past the end": {"segments": [_segment(), SECOND | {"size": PAGE + 1}]},
-    "one past the next": {"segments": [_segment(offset=2 * PAGE)]},
-    "unaligned": {"segments": [_segment(offset=PAGE + 1), SECOND]},
-    "negative size": {"segments": [_segment(size=-1, sha256=[]), _segment(), SECOND]},
-    "very negative size": {"segments": [_segment(size=-PAGE, sha256=[]), _segment(), SECOND]},
-    "negative offset": {"segments": [_segment(offset=-PAGE), SECOND]},
-    "size 2^60": {"segments": [_segment(size=2**60), SECOND]},
-    "offset 2^60": {"segments": [_segment(), SECOND | {"offset": 2**60}]},
-    "size 2^80": {"segments": [_segment(size=2**80), SECOND]},
-    "no digest": {"segments": [_segment(sha256=[]), SECOND]},
-    "two digests": {"segments": [_segment(sha256=_segment()["sha256"] * 2), SECOND]},
-    "digest a string": {"segments": [_segment(sha256=_segment()["sha256"][0]), SECOND]},
-    "digest a number": {"segments": [_segment(sha256=[7]), SECOND]},
-    "digest null": {"segments": [_segment(sha256=None), SECOND]},
-    "wrong digest": {"segments": [_segment(sha256=["0" * 64]), SECOND]},
-    "size a word": {"segments": [_segment(size="big"), SECOND]},
-    "size null": {"segments": [_segment(size=None), SECOND]},
-    "size infinite": {"segments": [_segment(size=float("inf")), SECOND]},
-    "size not a number": {"segments": [_segment(size=float("nan")), SECOND]},
-    "offset infinite": {"segments": [_segment(offset=float("-inf")), SECOND]},
-    "entry a list": {"segments": [[1, 2], SECOND]},
-    "key missing": {"segments": [{"name": "a", "offset": PAGE}, SECOND]},
+    "not enough segments": OWN | {"segments": [_segment()]}, "none at all": OWN | {"segments": []},
+    "name twice": OWN | {"segments": [_segment(), SECOND | {"name": "a"}]},
+    "overlapping": OWN | {"segments": [_segment(size=2 * PAGE), SECOND]},
+    "in the header": OWN | {"segments": [_segment(offset=0), SECOND]},
+    "the other way round": OWN | {"segments": [SECOND, _segment()]},
+    "past the end": OWN | {"segments": [_segment(), SECOND | {"size": PAGE + 1}]},
+    "one past the next": OWN | {"segments": [_segment(offset=2 * PAGE)]},
+    "unaligned": OWN | {"segments": [_segment(offset=PAGE + 1), SECOND]},
+    "negative size": OWN | {"segments": [_segment(size=-1, sha256=[]), _segment(), SECOND]},
+    "very negative size": OWN | {"segments": [_segment(size=-PAGE, sha256=[]), _segment(), SECOND]},
+    "negative offset": OWN | {"segments": [_segment(offset=-PAGE), SECOND]},
+    "size 2^60": OWN | {"segments": [_segment(size=2**60), SECOND]},
+    "offset 2^60": OWN | {"segments": [_segment(), SECOND | {"offset": 2**60}]},
+    "size 2^80": OWN | {"segments": [_segment(size=2**80), SECOND]},
+    "no digest": OWN | {"segments": [_segment(sha256=[]), SECOND]},
+    "two digests": OWN | {"segments": [_segment(sha256=_segment()["sha256"] * 2), SECOND]},
+    "digest a string": OWN | {"segments": [_segment(sha256=_segment()["sha256"][0]), SECOND]},
+    "digest a number": OWN | {"segments": [_segment(sha256=[7]), SECOND]},
+    "digest null": OWN | {"segments": [_segment(sha256=None), SECOND]},
+    "wrong digest": OWN | {"segments": [_segment(sha256=["0" * 64]), SECOND]},
+    "size a word": OWN | {"segments": [_segment(size="big"), SECOND]},
+    "size null": OWN | {"segments": [_segment(size=None), SECOND]},
+    "size infinite": OWN | {"segments": [_segment(size=float("inf")), SECOND]},
+    "size not a number": OWN | {"segments": [_segment(size=float("nan")), SECOND]},
+    "offset infinite": OWN | {"segments": [_segment(offset=float("-inf")), SECOND]},
+    "entry a list": OWN | {"segments": [[1, 2], SECOND]},
+    "key missing": OWN | {"segments": [{"name": "a", "offset": PAGE}, SECOND]},
 }  # fmt: skip
 
 
 def test_the_plan_that_the_hostile_ones_vary_is_good(tmp_path: Path) -> None:
-    manifest = canonical_json({"segments": [_segment(), SECOND]})
+    manifest = canonical_json(OWN | {"segments": [_segment(), SECOND]})
     assert _open(tmp_path / "x.plan", _signed(manifest, BODY)).segments.keys() == {"a", "b"}
 
 
@@ -170,12 +173,15 @@ def test_a_hostile_manifest_is_a_user_error(tmp_path: Path, name: str) -> None:
         _open(tmp_path / "x.plan", _signed(manifest, BODY))
 
 
+_ABI = f'{{"abi": {ABI_VERSION}, '.encode()
+
+
 @pytest.mark.parametrize(
     "manifest",
     [
         b"", b"{", b"\xff\xfe", b'{"segments": [}', b"[" * 200_000, b'{"a":' * 100_000, b"9" * 10_000,
-        b'{"segments": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
-        b'{"segments": [{"size": 1e999, "offset": 4096, "name": "a", "sha256": []}]}',
+        _ABI + b'"segments": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        _ABI + b'"segments": [{"size": 1e999, "offset": 4096, "name": "a", "sha256": []}]}',
     ],
     ids=["empty", "cut", "no text", "no JSON", "deep", "deep objects", "long number", "deep segments", "overflow"],
 )  # fmt: skip

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,6 +25,7 @@ from llmc.kernels.dialect import OPS
 from llmc.kernels.interpret import run_graph
 from llmc.runtime.batch import Batch, RowSampling
 from llmc.runtime.cpu.executor import CpuExecutor, ExecutorConfig, load_code
+from llmc.runtime.cpu.targets import parse_target
 from llmc.runtime.plan import ABI_VERSION
 
 _RNG = np.random.default_rng(5)
@@ -332,9 +334,49 @@ def test_two_plans_in_one_process_do_not_mix() -> None:
     assert len(results["fp32"]) == len(results["int8"]) == 1 and results["fp32"] != results["int8"]
 
 
-def test_code_that_cannot_be_loaded_is_a_user_error() -> None:
+def _at(code: bytes, offset: int, data: bytes) -> bytes:
+    return code[:offset] + data + code[offset + len(data) :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda code: b"", "no ELF object"),
+        (lambda code: b"\x7fELF" + bytes(1000), "no ELF object"),
+        (lambda code: code[: len(code) // 2], "do not lie in it|ends at byte"),
+        (lambda code: code[:100], "program headers do not lie in it"),
+        (lambda code: code[:-1], "section headers do not lie in it"),
+        (lambda code: _at(code, 16, b"\x02"), "no shared object"),
+        (lambda code: _at(code, 18, b"\x28"), "another kind of machine"),
+        (lambda code: _at(code, 56, b"\xff\xff"), "program headers do not lie in it"),
+        (lambda code: _at(code, 32, b"\xff" * 8), "program headers do not lie in it"),
+    ],
+)
+def test_damaged_code_never_reaches_the_systems_loader(damage: Callable[[bytes], bytes], words: str) -> None:
+    with pytest.raises(UserError, match=f"machine code is damaged: .*({words})"):
+        load_code(damage(compiled("llama")[0]))
+
+
+def test_code_that_the_systems_loader_refuses_is_a_user_error() -> None:
+    code = compiled("llama")[0]
     with pytest.raises(UserError, match="cannot be loaded here"):
-        load_code(b"\x7fELF" + bytes(1000))
+        load_code(_at(code, 7, b"\x42"))  # another operating system's
+
+
+def test_code_for_another_target_is_refused_before_it_runs() -> None:
+    code = compiled("llama")[0]
+    here = parse_target("native").name
+    load_code(code, here)
+    with pytest.raises(UserError, match=f"machine code for cpu:x86-64 is code for {re.escape(here)}; rebuild"):
+        load_code(code, "cpu:x86-64")
+
+
+@pytest.mark.parametrize("change", [-64, 64])
+def test_weights_of_another_size_than_the_code_reads_are_refused(change: int) -> None:
+    code, weights = compiled("llama")
+    other = memoryview(bytes(len(weights) + change))
+    with pytest.raises(UserError, match=f"{len(other)} bytes of weights, its code reads {len(weights)}; rebuild"):
+        CpuExecutor(code, other, ExecutorConfig(64, 64, 8, 1))
 
 
 def test_code_of_another_abi_is_refused(monkeypatch: Any) -> None:
