@@ -12,8 +12,10 @@ from e2e_engine import GREEDY, Run, executor_over, generate, step_logits
 from e2e_harness import report
 from e2e_prompts import PROMPTS
 
+from llmc.codegen.cpu.compile import compile_unit
 from llmc.runtime.batch import Batch
-from llmc.runtime.cpu.executor import CpuExecutor
+from llmc.runtime.cpu.executor import CpuExecutor, ExecutorConfig
+from llmc.runtime.cpu.targets import runnable_targets
 from llmc.runtime.load import load_codec
 from llmc.runtime.plan import Plan
 from llmc.runtime.request import Request, SamplingParams
@@ -151,3 +153,26 @@ def test_logits_are_the_same_bits(precision: str, request: pytest.FixtureRequest
             differ = np.flatnonzero((way.view(np.uint32) != whole.view(np.uint32)).any(-1))
             assert not len(differ), f"{name}, {threads} threads: positions {differ} differ"
     assert np.array_equal(wholes[1].view(np.uint32), wholes[2].view(np.uint32))
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_instruction_sets_give_the_same_bits(precision: str, request: pytest.FixtureRequest) -> None:
+    """All that this machine has but the portable one, which has no fused multiply-add, from the plan's own source."""
+    opened = Plan.open(request.getfixturevalue(f"{precision}_plan"))
+    codec, unit = load_codec(opened), opened.text("source/step.cpp")
+    assert codec is not None and unit is not None
+    targets = [target for target in runnable_targets() if target.name != "cpu:x86-64"]
+    if len(targets) < 2:
+        pytest.skip(f"this machine runs {', '.join(t.name for t in targets)} alone")
+    tokens = codec.encode(PROMPTS[18])[:61]
+    found = {}
+    for target in targets:
+        code, config = compile_unit(unit, target), ExecutorConfig(128, 64, 64, 2)
+        executor = CpuExecutor(code, opened.segment("weights"), config, target.name)
+        try:
+            logits = [*step_logits(executor, tokens, [33, 28]), *step_logits(executor, tokens, [1] * 61)]
+            found[target.name] = np.concatenate(logits).tobytes()
+        finally:
+            executor.close()
+    report(f"instruction sets with equal bits in {precision}", ", ".join(found))
+    assert len(set(found.values())) == 1, {name: hash(data) for name, data in found.items()}
