@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.errors import UserError
+from llmc.frontend.config_check import check_config
 
 # Where a configuration lay, and who wrote it, must not change the plan.
 _VOLATILE = ("transformers_version", "_name_or_path", "_model_name_or_path", "_commit_hash")
@@ -54,10 +55,12 @@ def build_config(raw: dict[str, Any], where: str) -> Any:
             "upgrade transformers, or check the name"
         )
     try:
-        return CONFIG_MAPPING[model_type].from_dict(raw)
+        config = CONFIG_MAPPING[model_type].from_dict(raw)
     except Exception as error:  # every class validates in its own way, and raises what it likes
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{where} is not a valid {model_type} configuration: {reason[:300]}") from error
+    check_config(config, where)
+    return config
 
 
 def normalise_config(config: Any) -> dict[str, Any]:

@@ -145,6 +145,7 @@ class _Build:
         config = self.checkpoint.hf_config()
         self.max_model_len = self.context_length(config)
         assets = load_tokenizer(self.checkpoint)
+        _check_end_tokens(assets, config)
         tokens = self.eval_tokens(assets)
         self.progress.stage("export")
         graph = self.export(config)
@@ -310,6 +311,16 @@ class _Build:
             "accuracy": accuracy_section(result, self.options.eval_text),
             "provenance": provenance_section(self.checkpoint, report, self.options.cxx, tools),
         }
+
+
+def _check_end_tokens(assets: TokenizerAssets | None, config: Any) -> None:
+    """Raises UserError for an end of generation that the model cannot produce: answers would not end."""
+    beyond = [token for token in (assets.eos_token_ids if assets else ()) if not 0 <= token < config.vocab_size]
+    if beyond:
+        raise UserError(
+            f"the checkpoint ends a generation at token {beyond[0]}, and its vocabulary has {config.vocab_size}; "
+            "mend eos_token_id in config.json and generation_config.json"
+        )
 
 
 def peak_memory() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -297,3 +298,10 @@ def test_a_plan_whose_manifest_lacks_fields_is_refused(tmp_path: Path, command: 
     arguments = [str(path) if a == "PLAN" else a for a in command]
     result = CliRunner().invoke(main, arguments if "PLAN" in command else [*arguments, str(path)])
     assert result.exit_code == 2 and result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+
+
+def test_an_end_token_beyond_the_vocabulary_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    settings = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [2, 9999]}))
+    refused(llmc("build", model, "--fp32", "-o", tmp_path / "x.plan"), "token 9999", "its vocabulary has 211")
