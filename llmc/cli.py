@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -18,10 +19,12 @@ import click
 
 from llmc import __version__
 from llmc.errors import UserError
+from llmc.terminal import OutputClosed
 
 
 class _Group(click.Group):
-    """Turns UserError into one line and exit code 2, as click does for a wrong option."""
+    """Turns UserError into one line and exit code 2, as click does for a wrong option; a reader of the output that has
+    gone and Ctrl-C into the codes that a shell has for them."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -29,6 +32,10 @@ class _Group(click.Group):
         except UserError as error:
             click.echo(f"llmc: error: {error}", err=True)
             ctx.exit(2)
+        except OutputClosed:
+            ctx.exit(128 + signal.SIGPIPE)
+        except KeyboardInterrupt:
+            ctx.exit(128 + signal.SIGINT)
 
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -226,34 +233,67 @@ def serve(
     )
 
 
+def _sampling_options(command: Any) -> Any:
+    """Options that `run` and `chat` share."""
+    for option in (
+        click.option("--seed", type=int),
+        click.option("--top-k", type=int),
+        click.option("--top-p", type=float),
+        click.option("--temperature", type=float, help="0 is greedy; default: the checkpoint's."),
+        click.option("--max-tokens", type=int, help="Default: as many as the context holds."),
+    ):
+        command = option(command)
+    return command
+
+
 @main.command()
 @_PLAN
-@click.argument("prompt")
+@click.argument("prompt", required=False)
 @click.option("--raw", is_flag=True, help="Complete the prompt as it is, without the chat template.")
-@click.option("--max-tokens", type=int, help="Default: as many as the context holds.")
-@click.option("--temperature", type=float, help="0 is greedy; default: the checkpoint's.")
-@click.option("--top-p", type=float)
-@click.option("--top-k", type=int)
-@click.option("--seed", type=int)
+@_sampling_options
 @_engine_options
-def run(
-    plan: Path,
-    prompt: str,
-    raw: bool,
-    max_tokens: int | None,
-    seed: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    **flags: Any,
-) -> None:
-    """Answers PROMPT on the terminal; tokens/s go to stderr."""
+def run(plan: Path, prompt: str | None, raw: bool, **flags: Any) -> None:
+    """Answers PROMPT on the terminal; tokens/s go to stderr.
+
+    PROMPT - is read from standard input, as is one that is not given when input is piped.
+    """
     from llmc.run import run_prompt
+    from llmc.terminal import read_prompt
+
+    session = _session(plan, flags)
+    run_prompt(session, read_prompt(prompt), raw)
+
+
+@main.command()
+@_PLAN
+@click.option("--system", help="The first message of the conversation.")
+@_sampling_options
+@_engine_options
+def chat(plan: Path, system: str | None, **flags: Any) -> None:
+    """A dialogue with PLAN on the terminal.
+
+    /reset forgets the conversation, /exit or Ctrl-D ends it; Ctrl-C stops an answer, not the program.
+    """
+    import contextlib
+
+    from llmc.run import read_line, run_chat
+    from llmc.terminal import checked_text
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives input() editing and a history
+    system = checked_text(system, "--system") if system is not None else None
+    run_chat(_session(plan, flags), system, read_line, lambda text: click.echo(f"llmc: {text}", err=True))
+
+
+def _session(plan: Path, flags: dict[str, Any]) -> Any:
+    """The engine of `run` and `chat`, not yet started."""
+    from llmc.run import Session
     from llmc.runtime.config import LoadOptions
     from llmc.runtime.plan import Plan
 
-    overrides = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    run_prompt(Plan.open(plan), prompt, raw, max_tokens, seed, overrides, LoadOptions(max_num_seqs=1, **flags))
+    overrides = {name: flags.pop(name) for name in ("temperature", "top_p", "top_k")}
+    max_tokens, seed = flags.pop("max_tokens"), flags.pop("seed")
+    return Session(Plan.open(plan), LoadOptions(max_num_seqs=1, **flags), max_tokens, seed, overrides)
 
 
 def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:

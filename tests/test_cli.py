@@ -79,6 +79,7 @@ def test_the_flags_that_are_promised() -> None:
         "serve": "host port max-model-len max-num-seqs max-num-batched-tokens kv-cache-memory threads api-key "
         "served-model-name",
         "run": "raw max-tokens temperature seed",
+        "chat": "system max-tokens temperature seed threads",
         "bench": "input-len batch-size context-len output-len threads profile output-json plot",
         "inspect": "json",
     }
@@ -94,7 +95,7 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        ("no-such-command",), ("build",), ("run", "x.plan"), ("serve",), ("inspect",), ("verify", "a", "b"),
+        ("no-such-command",), ("build",), ("run",), ("chat",), ("serve",), ("inspect",), ("verify", "a", "b"),
         ("build", "x", "--no-such-flag"), ("build", "x", "--max-model-len", "many"),
         ("build", "x", "--max-kl", "small"), ("serve", "x", "--port", "http"), ("serve", "x", "--threads", "1.5"),
         ("serve", "x", "--kv-cache-memory", "lots"), ("serve", "x", "--kv-cache-memory", "-1"),
