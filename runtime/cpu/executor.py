@@ -70,10 +70,13 @@ def load_code(code: bytes | memoryview, target: str | None = None) -> ctypes.CDL
         raise UserError(f"the plan's machine code cannot be loaded here: {error}") from error
     # The descriptor stays open as long as the library, for the life of the process: the loader knows libraries by
     # name, and a second plan under a reused number would get the code of the first.
-    found = (ctypes.c_char * _LONGEST_TARGET).in_dll(library, "llmc_target").value.decode(errors="replace")
-    if target is not None and found != target:
-        raise UserError(f"the plan's machine code for {target} is code for {found}; rebuild the plan")
-    return _declare(library)
+    try:
+        found = (ctypes.c_char * _LONGEST_TARGET).in_dll(library, "llmc_target").value.decode(errors="replace")
+        if target is not None and found != target:
+            raise UserError(f"the plan's machine code for {target} is code for {found}; rebuild the plan")
+        return _declare(library)
+    except (AttributeError, ValueError) as error:  # a symbol that it lacks
+        raise UserError(f"the plan's machine code is not llmc's ({error}); rebuild the plan") from error
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -371,6 +371,14 @@ def test_code_for_another_target_is_refused_before_it_runs() -> None:
         load_code(code, "cpu:x86-64")
 
 
+@pytest.mark.parametrize("symbol", [b"llmc_target", b"llmc_peak_ops"])
+def test_a_library_that_is_not_llmcs_is_a_user_error(symbol: bytes) -> None:
+    code = compiled("llama")[0]
+    assert code.count(symbol + b"\0") == 1
+    with pytest.raises(UserError, match=f"machine code is not llmc's .*{symbol.decode()}"):
+        load_code(code.replace(symbol + b"\0", symbol[:-1] + b"x\0"))
+
+
 @pytest.mark.parametrize("change", [-64, 64])
 def test_weights_of_another_size_than_the_code_reads_are_refused(change: int) -> None:
     code, weights = compiled("llama")
