@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from llmc.errors import UserError
 from llmc.frontend.export import ATTENTION, ExportedModel
-from llmc.kernels.dialect import OPS
+from llmc.kernels import ops
 from llmc.kernels.weights import Affine, Transposed, WeightRef, weight_name
 
 aten = torch.ops.aten
@@ -316,9 +316,11 @@ class _Importer:
 
     def attention(self, node: fx.Node) -> Any:
         q, k, v, sinks, scale, window, softcap, layer = node.args
-        args = (*(self.operand(a) for a in (q, k, v)), self.inputs["positions"], self.inputs["query_start"],
-                self.operand(sinks), scale, window, softcap, layer)  # fmt: skip
-        return self.graph.call_function(OPS["attention"], args)
+        op = ops.Attention(
+            self.operand(q), self.operand(k), self.operand(v), self.inputs["positions"], self.inputs["query_start"],
+            self.operand(sinks), scale, window, softcap, layer,
+        )  # fmt: skip
+        return self.graph.call_function(op.target, op.args)
 
 
 INPUTS = ("tokens", "positions", "query_start", "rows")

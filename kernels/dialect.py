@@ -8,6 +8,7 @@ runs in PyTorch at every stage; that is how passes are checked and backends are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -51,6 +52,13 @@ def _op(schema: str) -> Any:
     return register
 
 
+def _shapes(op: str, **wanted: tuple[Tensor | None, Sequence[int]]) -> None:
+    """Raises ValueError naming the first tensor that has not the shape that an op needs beside its others."""
+    for name, (tensor, shape) in wanted.items():
+        if tensor is not None and tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{op}: {name} is {list(tensor.shape)}, and must be {list(shape)}")
+
+
 @_op("embed(Tensor ids, Tensor weight, float scale, int offset, str format) -> Tensor")
 def embed(ids: Tensor, weight: Tensor, scale: float, offset: int, format: str) -> Tensor:
     """ids [T] int, weight [V, C] -> weight[ids + offset] * scale, [T, C], through the stored format."""
@@ -77,6 +85,8 @@ def linear(
     """
     n = weight.shape[0] // (2 if gated else 1)
     if x.is_meta or weight.is_meta:
+        _shapes("linear", x=(x, (x.shape[0], weight.shape[1])), bias=(bias, weight.shape[:1]))
+        _shapes("linear", residual=(residual, (x.shape[0], n)))
         return x.new_empty(x.shape[0], n)
     how = find_format(format)
     if how.integer_products:
@@ -89,6 +99,7 @@ def linear(
 @_op("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor")
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [T, …, C], over the last dimension (Zhang & Sennrich 2019)."""
+    _shapes("rms_norm", weight=(weight, x.shape[-1:]))
     y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return y if weight is None else y * weight
 
@@ -96,12 +107,14 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 @_op("rms_norm_add(Tensor x, Tensor residual, Tensor? weight, float eps) -> Tensor")
 def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """rms_norm(x, weight, eps) + residual (models that normalise what a block adds: Gemma 2, OLMo 2)."""
+    _shapes("rms_norm_add", residual=(residual, x.shape))
     return rms_norm(x, weight, eps) + residual
 
 
 @_op("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor")
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """x [T, …, C], over the last dimension (Ba et al. 2016)."""
+    _shapes("layer_norm", weight=(weight, x.shape[-1:]), bias=(bias, x.shape[-1:]))
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 

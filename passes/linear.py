@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import fx
 
 from llmc.kernels.ops import Linear
-from llmc.passes.match import aten, calls, replace_with, weight
+from llmc.passes.match import arguments, aten, calls, replace_with, weight
 from llmc.passes.result import PassContext, PassResult
 
 
 def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     count, skipped = 0, []
     for node in calls(graph, aten.linear.default):
-        x, w, bias = (*node.args, None)[:3]
+        x, w, bias = arguments(node).values()
         if weight(w) is None or (bias is not None and weight(bias) is None):
             skipped.append((node.name, "its matrix is not a weight"))
             continue

@@ -35,6 +35,15 @@ def constant(node: Any) -> Tensor | None:
     return node.meta.get("constant") if isinstance(node, fx.Node) and node.op == "placeholder" else None
 
 
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an aten op by the names of its schema, with the schema's defaults."""
+    found = {}
+    for index, argument in enumerate(node.target._schema.arguments):
+        default = argument.default_value if argument.has_default_value() else None
+        found[argument.name] = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name, default)
+    return found
+
+
 def is_vector(node: Any) -> bool:
     """Whether a node is a one-dimensional weight or constant."""
     ref, value = weight(node), constant(node)

@@ -11,7 +11,18 @@ from typing import Any
 from torch import fx
 
 from llmc.kernels.ops import LayerNorm, RmsNorm
-from llmc.passes.match import aten, calls, commuted, is_call, is_vector, only_user, replace_with, scalar, shape
+from llmc.passes.match import (
+    arguments,
+    aten,
+    calls,
+    commuted,
+    is_call,
+    is_vector,
+    only_user,
+    replace_with,
+    scalar,
+    shape,
+)
 from llmc.passes.result import PassContext, PassResult
 
 
@@ -34,11 +45,11 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
         replace_with(last, RmsNorm(x, weight, eps))
         count += 1
     for node in calls(graph, aten.layer_norm.default):
-        x, dims, weight, bias, eps = (*node.args, None, None, 1e-5)[:5] if len(node.args) < 5 else node.args[:5]
-        if list(dims) != [shape(x)[-1]]:
+        norm = arguments(node)
+        if list(norm["normalized_shape"]) != [shape(norm["input"])[-1]]:
             skipped.append((node.name, "it normalises over more than the last dimension"))
             continue
-        replace_with(node, LayerNorm(x, weight, bias, eps))
+        replace_with(node, LayerNorm(norm["input"], norm["weight"], norm["bias"], norm["eps"]))
         count += 1
     return PassResult(count, skipped)
 

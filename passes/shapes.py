@@ -42,7 +42,7 @@ def _run(node: fx.Node) -> _Meta:
     )
     try:
         result = node.target(*args, **kwargs)
-    except (RuntimeError, TypeError, IndexError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"op {node.target} at {node.meta.get('path', '?')}: {reason}") from error
     return tuple(result.shape), result.dtype

@@ -156,9 +156,9 @@ def test_the_manifest_s_numbers_stand_in_the_source() -> None:
 
 
 def _across_heads(g: _Graph) -> fx.Node:
-    heads = g.call(aten.view.default, g.x, [7, 4, C // 4])
-    half = g.call(aten.slice.Tensor, heads, 2, 0, C // 8)
-    return g.call(aten.view.default, g.op("act", half, "relu"), [7, C // 2])
+    heads = g.call(aten.view.default, g.linear(g.x, "wide", 2 * C, C), [7, 4, C // 2])
+    half = g.call(aten.slice.Tensor, heads, 2, 0, C // 4)
+    return g.call(aten.view.default, g.op("act", half, "relu"), [7, C])
 
 
 def _unknown(g: _Graph) -> fx.Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -225,3 +226,27 @@ def test_elementwise_and_rows() -> None:
     _close(OPS["scale"](a, -0.25), -a / 4)
     _close(OPS["softcap"](a, 2.0), 2 - 4 / (1 + torch.exp(a)))
     assert torch.equal(OPS["select_rows"](a, torch.tensor([10, 1])), torch.stack([a[10], a[1]]))
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_weights_of_another_shape_than_the_op_needs_are_named(device: str) -> None:
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device=device)
+
+    x, w = empty(7, 32), empty(8, 32)
+    assert OPS["linear"](x, w, empty(8), empty(7, 8), "none", False, "f32").shape == (7, 8)
+    cases = [
+        ("rms_norm: weight is [1], and must be [32]", lambda: OPS["rms_norm"](x, empty(1), 1e-6)),
+        ("rms_norm_add: residual is [7, 1]", lambda: OPS["rms_norm_add"](x, empty(7, 1), None, 1e-6)),
+        ("layer_norm: bias is [1], and", lambda: OPS["layer_norm"](x, empty(32), empty(1), 1e-6)),
+    ]
+    if device == "meta":  # torch checks the product itself
+        rest = (None, None, "none", False, "f32")
+        cases += [
+            ("linear: x is [7, 31], and must be [7, 32]", lambda: OPS["linear"](empty(7, 31), w, *rest)),
+            ("linear: bias is [9]", lambda: OPS["linear"](x, w, empty(9), None, "none", False, "f32")),
+            ("linear: residual is [7, 9]", lambda: OPS["linear"](x, w, None, empty(7, 9), "none", False, "f32")),
+        ]
+    for words, call in cases:
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call()

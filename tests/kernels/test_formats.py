@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -64,3 +67,13 @@ def test_rows_of_codes_are_taken_and_put_together() -> None:
     assert both is not None and len(both) == 7
     np.testing.assert_array_equal(both.values(), codes.values()[2:9])
     assert stack([codes, codes_of(W8)]) is None and stack([codes, codes_of(W4, 16, 96)]) is None
+
+
+def test_the_documentation_and_the_kernels_list_the_same_formats() -> None:
+    root = Path(pack.__file__).resolve().parents[1]
+    own = [f for f in FORMATS.values() if f.stored is f]
+    (enum,) = re.findall(r"enum class Fmt \{ (.*) \};", (root / "kernels/cpu/weights.h").read_text())
+    assert enum.split(", ") == [f.name for f in own] == [f.name for f in FORMATS.values() if "cpu" in f.backends]
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) \|$", (root / "docs/kernels.md").read_text(), re.MULTILINE)
+    size = {f.name: pack.packed_layout(f, 1024, 1024).size / 1024**2 for f in own}
+    assert {name: float(number) for name, number in rows} == size
