@@ -33,6 +33,17 @@ constexpr int row_tile([[maybe_unused]] Fmt fmt) {
 #endif
 }
 
+// Whether rows that pass tiles of so many bytes once fetch the next tiles meanwhile. Otherwise they fetch kPrefetchBytes
+// ahead, so that the first bytes of a tile come late; with one row or two that costs less than what is fetched in vain
+// at the end of a matrix.
+constexpr bool fetch_next_tiles([[maybe_unused]] Fmt fmt, [[maybe_unused]] int64_t bytes, [[maybe_unused]] int rows) {
+#if defined(__AVX512VNNI__)
+  return is_quantized(fmt) && bytes <= kBlockBytes && rows > 2;
+#else
+  return false;
+#endif
+}
+
 // What follows the sums of one tile; the same for every row.
 struct Epilogue {
   const float* bias;
@@ -140,7 +151,7 @@ LLMC_INLINE void linear_few_rows_of(const Product<X>& p, int tile, int num_rows)
     int begin = num_rows * pass / passes, end = num_rows * (pass + 1) / passes;
     int64_t offset = pass * kUnits * step;  // each pass fetches its part of the tiles that follow
     Ahead ahead{data + S * kTileBytes + offset, offset < kTileBytes ? step : 0, kTileBytes};
-    if (passes == 1) ahead.p = data + kPrefetchBytes;
+    if (passes == 1 && !fetch_next_tiles(FMT, S * kTileBytes, num_rows)) ahead.p = data + kPrefetchBytes;
     linear_rows<FMT, N, K, ACT, GATED, S, kRows>(end - begin, p, tile, begin, 0, kPadded, ahead, nullptr);
   }
 }
