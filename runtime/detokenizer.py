@@ -9,7 +9,7 @@ into steps.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from tokenizers import Tokenizer
@@ -45,12 +45,22 @@ class TextCodec:
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised. Other threads run
-        meanwhile.
+    def encode(
+        self, text: str, add_special_tokens: bool = True, check_length: Callable[[int], object] | None = None
+    ) -> list[int]:
+        """Token ids of `text`; special tokens written out in it are recognised. Other threads run meanwhile.
+
+        check_length: called with their number before the list is made, during which no other thread runs; may raise.
         """
         # The batch form releases the GIL, the single form does not.
         encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        if check_length is not None:
+            try:
+                check_length(len(encoding))
+            except BaseException:
+                # Or the error's traceback takes it to whoever handles that; freeing millions of tokens takes a while.
+                del encoding
+                raise
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

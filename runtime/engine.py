@@ -101,6 +101,12 @@ class Engine:
     def is_draining(self) -> bool:
         return self._queue.is_draining
 
+    def check_count(self, sequences: int) -> None:
+        """Raises RequestError for more sequences in one request than the engine ever holds."""
+        capacity = self._queue.capacity
+        if sequences > capacity:
+            raise RequestError(f"{sequences} sequences in one request are more than this server holds ({capacity})")
+
     def open_stream(self, requests: Sequence[Request]) -> AsyncStream:
         """Submits requests, all or none, and returns the stream of their outputs. Call in an event loop.
 
@@ -192,9 +198,7 @@ class Engine:
         if self._codec is None and any(request.params.stop for request in requests):
             raise RequestError("stop strings need a tokenizer, and this plan holds none", param="stop")
         count = sum(request.params.n for request in requests)
-        capacity = self._queue.capacity
-        if count > capacity:
-            raise RequestError(f"{count} sequences in one request are more than this server holds ({capacity})")
+        self.check_count(count)
         if self._lost:
             raise EngineUnavailable("the device is lost; restart the server", code="service_unavailable")
         if not self._thread.is_alive():

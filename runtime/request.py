@@ -193,18 +193,11 @@ class RequestOutput:
         )
 
 
-def output_limit(request: Request, *, max_model_len: int, vocab_size: int) -> int:
-    """Tokens that a request may produce. Raises RequestError when this model cannot serve it as it is."""
-    params, length = request.params, len(request.prompt)
-    if length == 0:
-        raise RequestError("the prompt holds no token; give at least one", param="prompt")
-    if not 0 <= min(request.prompt) <= max(request.prompt) < vocab_size:
-        raise RequestError(f"prompt: token ids must be between 0 and {vocab_size - 1}", param="prompt")
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        if any(not 0 <= i < vocab_size for i in ids):
-            raise RequestError(f"{name}: token ids must be between 0 and {vocab_size - 1}", param=name)
+def check_length(length: int, max_tokens: int | None, max_model_len: int) -> int:
+    """Tokens that may follow a prompt of `length` tokens, as far as the context decides that. Raises RequestError when
+    they do not fit."""
     room = max_model_len - length
-    wanted = max(room, 1) if params.max_tokens is None else params.max_tokens
+    wanted = max(room, 1) if max_tokens is None else max_tokens
     if wanted > room:
         raise RequestError(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
@@ -213,6 +206,20 @@ def output_limit(request: Request, *, max_model_len: int, vocab_size: int) -> in
             param="prompt" if room < 1 else "max_tokens",
             code="context_length_exceeded",
         )
+    return wanted
+
+
+def output_limit(request: Request, *, max_model_len: int, vocab_size: int) -> int:
+    """Tokens that a request may produce. Raises RequestError when this model cannot serve it as it is."""
+    params, length = request.params, len(request.prompt)
+    if length == 0:
+        raise RequestError("the prompt holds no token; give at least one", param="prompt")
+    wanted = check_length(length, params.max_tokens, max_model_len)
+    if not 0 <= min(request.prompt) <= max(request.prompt) < vocab_size:
+        raise RequestError(f"prompt: token ids must be between 0 and {vocab_size - 1}", param="prompt")
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise RequestError(f"{name}: token ids must be between 0 and {vocab_size - 1}", param=name)
     if params.min_tokens > wanted:
         raise RequestError(f"min_tokens is {params.min_tokens}, and there is room for {wanted}", param="min_tokens")
     return wanted

@@ -8,10 +8,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from llmc.runtime.detokenizer import TextCodec
-from llmc.runtime.request import Request, RequestError, RequestOutput, TokenLogprob
+from llmc.runtime.request import Request, RequestError, RequestOutput, SamplingParams, TokenLogprob, check_length
 from llmc.runtime.server.answer import logprob, new_id, respond
-from llmc.runtime.server.http import read_body
-from llmc.runtime.server.protocol import ChatBody, Message, parse
+from llmc.runtime.server.protocol import ChatBody, Message
 from llmc.runtime.server.sampling import sampling_params
 from llmc.runtime.server.service import Service
 
@@ -20,17 +19,16 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 
 async def chat_completions(service: Service, http: HttpRequest) -> Response:
     """Answers one call. Raises RequestError for whatever cannot be served."""
-    body = parse(ChatBody, await read_body(http, service.max_body_bytes))
-    service.check_model(body.model)
+    body, size = await service.read(ChatBody, http)
     _refuse_unsupported(body)
     include_usage = body.include_usage
-    prompt = await _prompt(service, body)
     params = sampling_params(
         body,
         service.model.defaults,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+    prompt = await service.run(size, 1, lambda: _prompt(service, body, params))
     request = Request(new_id("req"), prompt, params)
     choices = _Choices(service.model.codec, params.logprobs is not None)
     return await respond(service, http, [request], choices, stream=bool(body.stream), include_usage=include_usage)
@@ -47,18 +45,21 @@ def _refuse_unsupported(body: ChatBody) -> None:
         raise RequestError("messages must hold at least one message", param="messages")
 
 
-async def _prompt(service: Service, body: ChatBody) -> tuple[int, ...]:
+def _prompt(service: Service, body: ChatBody, params: SamplingParams) -> tuple[int, ...]:
+    """The conversation as token ids."""
     template = service.model.chat_template
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", param="messages")
     messages = [_template_message(m, i, template.knows_developer) for i, m in enumerate(body.messages)]
-
-    def encode() -> tuple[int, ...]:
-        text = template.render(messages, body.add_generation_prompt is not False, None, body.chat_template_kwargs)
-        # The template has written the special tokens already.
-        return tuple(service.model.codec.encode(text, add_special_tokens=False))
-
-    return await service.run(sum(len(m["content"]) for m in messages), encode)
+    text = template.render(messages, body.add_generation_prompt is not False, None, body.chat_template_kwargs)
+    max_model_len = service.engine.max_model_len
+    # The template has written the special tokens already.
+    ids = service.model.codec.encode(
+        text,
+        add_special_tokens=False,
+        check_length=lambda length: check_length(length, params.max_tokens, max_model_len),
+    )
+    return tuple(ids)
 
 
 def _template_message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from llmc.runtime.detokenizer import TextCodec
-from llmc.runtime.request import Request, RequestError, RequestOutput, TokenLogprob
+from llmc.runtime.request import Request, RequestError, RequestOutput, TokenLogprob, check_length
 from llmc.runtime.server.answer import logprob, new_id, respond
-from llmc.runtime.server.http import read_body
-from llmc.runtime.server.protocol import CompletionBody, parse
+from llmc.runtime.server.protocol import CompletionBody
 from llmc.runtime.server.sampling import sampling_params
 from llmc.runtime.server.service import Service
 
@@ -22,13 +20,12 @@ DEFAULT_MAX_TOKENS = 16
 
 async def completions(service: Service, http: HttpRequest) -> Response:
     """Answers one call. Raises RequestError for whatever cannot be served."""
-    body = parse(CompletionBody, await read_body(http, service.max_body_bytes))
-    service.check_model(body.model)
+    body, size = await service.read(CompletionBody, http)
     _refuse_unsupported(body)
     include_usage = body.include_usage
-    prompts = await _encode(service, body)
-    requests = [_request(service, body, prompt) for prompt in prompts]
-    echo = [service.model.codec.decode(prompt) for prompt in prompts] if body.echo else None
+    prompts = _prompts(body)
+    service.engine.check_count(len(prompts))
+    requests, echo = await service.run(size, len(prompts), lambda: _requests(service, body, prompts))
     choices = _Choices(service.model.codec, requests[0].params.n, echo, body.logprobs)
     return await respond(service, http, requests, choices, stream=bool(body.stream), include_usage=include_usage)
 
@@ -42,33 +39,44 @@ def _refuse_unsupported(body: CompletionBody) -> None:
         raise RequestError("logprobs of an echoed prompt are not supported", param="logprobs")
 
 
-async def _encode(service: Service, body: CompletionBody) -> list[tuple[int, ...]]:
-    """The prompts as token ids, in order."""
-    prompt, codec = body.prompt, service.model.codec
+def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
+    """The prompts in order, as texts or as token ids."""
+    prompt = body.prompt
     if isinstance(prompt, str):
-        prompt = [prompt]
+        return [prompt]
     if not prompt:
         raise RequestError("prompt must not be empty", param="prompt")
-    if isinstance(prompt[0], int):
-        return [tuple(prompt)]
-    prompts = []
-    for item in prompt:
-        if isinstance(item, str):
-            ids = await service.run(len(item), partial(codec.encode, item))
-            prompts.append(tuple(ids))
-        elif isinstance(item, list):
-            prompts.append(tuple(item))
-    return prompts
+    # The kind of the first is the kind of all: parsing has seen to that.
+    return [prompt] if isinstance(prompt[0], int) else prompt
 
 
-def _request(service: Service, body: CompletionBody, prompt: tuple[int, ...]) -> Request:
-    max_tokens = body.max_tokens
-    if max_tokens is None:
-        # At least 1, so that a prompt which fills the context is refused as too long.
-        max_tokens = max(1, min(DEFAULT_MAX_TOKENS, service.engine.max_model_len - len(prompt)))
-        max_tokens = max(max_tokens, body.min_tokens or 0)
-    params = sampling_params(body, service.model.defaults, max_tokens=max_tokens, logprobs=body.logprobs)
-    return Request(new_id("req"), prompt, params)
+def _requests(
+    service: Service, body: CompletionBody, prompts: list[str] | list[list[int]]
+) -> tuple[list[Request], list[str] | None]:
+    """One request per prompt, and the prompts' texts when they are to be echoed."""
+    codec, max_model_len = service.model.codec, service.engine.max_model_len
+
+    def check(length: int) -> None:
+        check_length(length, _max_tokens(body, length, max_model_len), max_model_len)
+
+    requests = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids = codec.encode(prompt, check_length=check)
+        else:
+            check(len(prompt))
+            ids = prompt
+        max_tokens = _max_tokens(body, len(ids), max_model_len)
+        params = sampling_params(body, service.model.defaults, max_tokens=max_tokens, logprobs=body.logprobs)
+        requests.append(Request(new_id("req"), tuple(ids), params))
+    return requests, [codec.decode(request.prompt) for request in requests] if body.echo else None
+
+
+def _max_tokens(body: CompletionBody, prompt_length: int, max_model_len: int) -> int:
+    if body.max_tokens is not None:
+        return body.max_tokens
+    # At least 1, so that a prompt which fills the context is refused as too long.
+    return max(1, min(DEFAULT_MAX_TOKENS, max_model_len - prompt_length), body.min_tokens or 0)
 
 
 class _Choices:

@@ -1,8 +1,8 @@
 """The bodies that clients send, field by field.
 
 Types are strict: "5" is no number and 1.0 no integer. Ranges are not checked here but by `SamplingParams`,
-which the command line uses as well. Fields that nobody knows are ignored, with a warning in the log. The
-answers are plain dictionaries, made where they are sent.
+which the command line uses as well; the lengths of lists are, as checking many elements takes time. Fields that nobody
+knows are ignored, with a warning in the log. The answers are plain dictionaries, made where they are sent.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from llmc.runtime.request import RequestError
+from llmc.runtime.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKENS, RequestError
 
 log = logging.getLogger(__name__)
 
 # Fields of OpenAI's API that change nothing here and deserve no warning.
 HARMLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
+# OpenAI's limit for inputs, and more turns than a context has room for.
+MAX_PROMPTS = 2048
+MAX_MESSAGES = 2048
+MAX_PARTS = 256
+MAX_UNKNOWN_FIELDS = 64
 _MAX_WARNED = 100
 _warned: set[str] = set()
 
@@ -44,13 +49,13 @@ class SamplingBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -79,11 +84,16 @@ def _prompt_kind(value: object) -> str | None:
     return "texts" if isinstance(first, str) else "token lists" if isinstance(first, list) else "tokens"
 
 
+_Tokens = Annotated[list[int], Field(fail_fast=True)]
 Prompt = Annotated[
     Annotated[str, Tag("text")]
-    | Annotated[list[str], Tag("texts")]
-    | Annotated[list[int], Tag("tokens")]
-    | Annotated[list[list[int]], Tag("token lists")],
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
+    | Annotated[_Tokens, Tag("tokens")]
+    | Annotated[
+        list[_Tokens],
+        Field(max_length=MAX_PROMPTS, fail_fast=True),
+        Tag("token lists"),
+    ],
     Discriminator(
         _prompt_kind,
         custom_error_type="prompt_type",
@@ -111,13 +121,13 @@ class Message(Body):
     """One turn. Other fields (name, tool_calls, …) go to the chat template as they are."""
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
 
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -134,11 +144,18 @@ BodyType = TypeVar("BodyType", bound=SamplingBody)
 
 def parse(kind: type[BodyType], data: bytes) -> BodyType:
     """A body from JSON. Raises RequestError that names the first wrong field."""
+    problem: RequestError | None = None
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
-        raise _request_error(error) from error
-    for name in sorted((body.model_extra or {}).keys() - HARMLESS - _warned):
+        problem = _request_error(error)
+    if problem is not None:
+        # Not from the ValidationError, which holds the whole body: it is freed here and not in the event loop.
+        raise problem
+    unknown = (body.model_extra or {}).keys() - HARMLESS
+    if len(unknown) > MAX_UNKNOWN_FIELDS:
+        raise RequestError(f"the body holds {len(unknown)} unknown fields; this server takes {MAX_UNKNOWN_FIELDS}")
+    for name in sorted(unknown - _warned):
         # Bounded, as the names come from outside.
         if len(_warned) < _MAX_WARNED:
             _warned.add(name)

@@ -1,4 +1,4 @@
-"""What both endpoints serve with: the engine, the model and encoding off the event loop."""
+"""What both endpoints serve with: the engine, the model, and a way to keep work off the event loop."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from starlette.requests import Request as HttpRequest
+
 from llmc.runtime.engine import Engine
-from llmc.runtime.server.http import NotFound
+from llmc.runtime.server.body_limits import check_size
+from llmc.runtime.server.http import NotFound, read_body
 from llmc.runtime.server.model import ServedModel
+from llmc.runtime.server.protocol import BodyType, parse
 
 T = TypeVar("T")
 
-# Texts up to this many characters take less time to encode than a change of thread.
+# A body up to this many bytes takes a few milliseconds at most to parse, whatever is in it.
+PARSE_INLINE = 4096
+# Texts up to this many characters take less time to encode than a change of thread; a text of its own takes as long as
+# so many characters.
 ENCODE_INLINE = 4096
+CHARACTERS_PER_TEXT = 256
 
 
 class Service:
@@ -39,8 +47,23 @@ class Service:
                 code="model_not_found",
             )
 
-    async def run(self, characters: int, work: Callable[[], T]) -> T:
-        """Runs `work`, in another thread when it has many characters to deal with."""
-        if characters <= ENCODE_INLINE:
+    async def read(self, kind: type[BodyType], http: HttpRequest) -> tuple[BodyType, int]:
+        """A request's body and how many bytes of JSON it was. Raises RequestError for whatever is wrong with it."""
+        data = await read_body(http, self.max_body_bytes)
+
+        def checked() -> BodyType:
+            check_size(data)
+            return parse(kind, data)
+
+        body = checked() if len(data) <= PARSE_INLINE else await self._elsewhere(checked)
+        self.check_model(body.model)
+        return body, len(data)
+
+    async def run(self, characters: int, texts: int, work: Callable[[], T]) -> T:
+        """Runs `work`, in another thread unless it deals with few characters and texts."""
+        if characters + texts * CHARACTERS_PER_TEXT <= ENCODE_INLINE:
             return work()
+        return await self._elsewhere(work)
+
+    async def _elsewhere(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import openai
+from fastapi import FastAPI
 from runtime_fakes import EOS, FakeExecutor, byte_tokenizer
 
 from llmc.runtime.chat import ChatTemplate
@@ -36,6 +37,7 @@ class Running:
     """A server under test."""
 
     url: str
+    app: FastAPI
     engine: Engine
     executor: FakeExecutor
     client: openai.OpenAI
@@ -82,7 +84,7 @@ def running_server(executor: FakeExecutor | None = None, **options: Any) -> Iter
             openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20) as client,
             httpx.Client(base_url=url, timeout=20) as http,
         ):
-            yield Running(url, app.state.engine, executor, client, http)
+            yield Running(url, app, app.state.engine, executor, client, http)
     finally:
         server.should_exit = True
         thread.join()
