@@ -35,10 +35,6 @@ async def chat_completions(service: Service, http: HttpRequest) -> Response:
 
 
 def _refuse_unsupported(body: ChatBody) -> None:
-    if body.tools or body.functions or body.tool_choice not in (None, "none", "auto"):
-        raise RequestError("tools are not supported", param="tools")
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise RequestError('response_format: only {"type": "text"} is supported', param="response_format")
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     if not body.messages:

@@ -1,8 +1,9 @@
 """The bodies that clients send, field by field.
 
 Types are strict: "5" is no number and 1.0 no integer. Ranges are not checked here but by `SamplingParams`,
-which the command line uses as well; the lengths of lists are, as checking many elements takes time. Fields that nobody
-knows are ignored, with a warning in the log. The answers are plain dictionaries, made where they are sent.
+which the command line uses as well; the lengths of lists are, as checking many elements takes time. Of other fields
+`parameters.py` says which are refused; those that nobody knows are ignored, with a warning in the log. The answers are
+plain dictionaries, made where they are sent.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from llmc.runtime.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKENS, RequestError
+from llmc.runtime.server.parameters import unknown_fields
 
 log = logging.getLogger(__name__)
 
-# Fields of OpenAI's API that change nothing here and deserve no warning.
-HARMLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
 # OpenAI's limit for inputs, and more turns than a context has room for.
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 2048
@@ -131,10 +131,6 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    functions: list[Any] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -143,7 +139,7 @@ BodyType = TypeVar("BodyType", bound=SamplingBody)
 
 
 def parse(kind: type[BodyType], data: bytes) -> BodyType:
-    """A body from JSON. Raises RequestError that names the first wrong field."""
+    """A body from JSON. Raises RequestError that names the first wrong field, or one that is not supported."""
     problem: RequestError | None = None
     try:
         body = kind.model_validate_json(data)
@@ -152,7 +148,9 @@ def parse(kind: type[BodyType], data: bytes) -> BodyType:
     if problem is not None:
         # Not from the ValidationError, which holds the whole body: it is freed here and not in the event loop.
         raise problem
-    unknown = (body.model_extra or {}).keys() - HARMLESS
+    unknown = unknown_fields(body.model_extra or {}, _elsewhere(kind))
+    if body.stream_options is not None:
+        unknown |= unknown_fields(body.stream_options.model_extra or {}, where="stream_options")
     if len(unknown) > MAX_UNKNOWN_FIELDS:
         raise RequestError(f"the body holds {len(unknown)} unknown fields; this server takes {MAX_UNKNOWN_FIELDS}")
     for name in sorted(unknown - _warned):
@@ -161,6 +159,12 @@ def parse(kind: type[BodyType], data: bytes) -> BodyType:
             _warned.add(name)
             log.warning("ignoring the unknown request field %r", name[:80])
     return body
+
+
+def _elsewhere(kind: type[SamplingBody]) -> set[str]:
+    """The fields that the other endpoint honours, without those that every request to it has."""
+    other = ChatBody if kind is CompletionBody else CompletionBody
+    return other.model_fields.keys() - kind.model_fields.keys() - {"messages", "prompt"}
 
 
 def _request_error(error: ValidationError) -> RequestError:
