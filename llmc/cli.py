@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import signal
 import sys
@@ -176,6 +177,14 @@ def _engine_options(command: Any) -> Any:
     return command
 
 
+def _api_key(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """The key as it will be compared: an empty one must not leave the server open, as click's own envvar would."""
+    from llmc.runtime.server.api_key import usable_key
+
+    value = os.environ.get("LLMC_API_KEY") if value is None else value
+    return None if value is None else usable_key(value)
+
+
 @main.command()
 @_PLAN
 @click.option("--host", default="127.0.0.1", show_default=True)
@@ -183,7 +192,7 @@ def _engine_options(command: Any) -> Any:
 @_engine_options
 @click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Sequences in one step.")
 @click.option("--max-queue", type=int, default=256, show_default=True, help="Waiting sequences before 429.")
-@click.option("--api-key", envvar="LLMC_API_KEY", help="Required as bearer token on /v1; also $LLMC_API_KEY.")
+@click.option("--api-key", callback=_api_key, help="Required as bearer token on /v1; also $LLMC_API_KEY.")
 @click.option("--served-model-name", help="Name in /v1/models; default: the checkpoint's.")
 @click.option(
     "--drain-timeout",

@@ -249,6 +249,13 @@ def test_a_plan_without_a_tokenizer_is_not_served(tmp_path: Path) -> None:
     refused(llmc("run", tmp_path / "x.plan", "hello"), "no tokenizer")
 
 
+@pytest.mark.parametrize("key", ["", " ", "a\nb", "\udcff"])
+def test_a_key_that_cannot_be_used_is_refused_wherever_it_comes_from(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(llmc("serve", "x.plan", "--api-key", key), "API key")
+    monkeypatch.setenv("LLMC_API_KEY", key)
+    refused(llmc("serve", "x.plan"), "API key")
+
+
 # ---- run
 
 

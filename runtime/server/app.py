@@ -4,7 +4,6 @@ port.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from starlette.responses import Response
 from llmc.runtime.engine import Engine
 from llmc.runtime.request import RequestError
 from llmc.runtime.server import chat_completions, completions
+from llmc.runtime.server.api_key import is_authorized, usable_key
 from llmc.runtime.server.http import InternalError, Unauthorized, error_response, json_response
 from llmc.runtime.server.metrics import CONTENT_TYPE, Metrics
 from llmc.runtime.server.model import ServedModel
@@ -28,7 +28,8 @@ DEFAULT_MAX_BODY = 8 * 2**20
 def create_app(
     engine: Engine, model: ServedModel, *, api_key: str | None = None, max_body_bytes: int = DEFAULT_MAX_BODY
 ) -> FastAPI:
-    """The application over a started engine. With an `api_key`, /v1 asks for it as a bearer token."""
+    """The application over a started engine. With an `api_key`, /v1 asks for it as a bearer token; raises UserError for
+    one that no client could send."""
     service = Service(engine, model, max_body_bytes)
     metrics = Metrics(engine, model.name)
     engine.observer = metrics
@@ -70,11 +71,10 @@ def _operations(engine: Engine, metrics: Metrics) -> APIRouter:
 
 
 def _api(service: Service, api_key: str | None) -> APIRouter:
+    key = None if api_key is None else usable_key(api_key)
+
     async def authorize(request: Request) -> None:
-        if api_key is None:
-            return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), api_key.encode()):
+        if key is not None and not is_authorized(request.headers.get("authorization", ""), key):
             raise Unauthorized("Incorrect API key provided.", code="invalid_api_key")
 
     router = APIRouter(prefix="/v1", dependencies=[Depends(authorize)])

@@ -12,6 +12,9 @@ import pytest
 from runtime_fakes import FakeExecutor
 from server_harness import Running, running_server
 
+from llmc.errors import UserError
+from llmc.runtime.server.api_key import usable_key
+
 HELLO = [{"role": "user", "content": "hello"}]
 BIG = 10**30
 
@@ -178,6 +181,20 @@ def test_api_key() -> None:
             check(response, 401, code="invalid_api_key")
         assert server.http.get("/health").status_code == 200
         assert server.http.get("/metrics").status_code == 200
+
+
+@pytest.mark.parametrize("key, sent", [("schlüssel-à", "schlüssel-à"), ("abc\n", "abc"), (" a b ", "a b")])
+def test_api_keys_beyond_ascii_and_with_white_space_around(key: str, sent: str) -> None:
+    with running_server(api_key=key) as server:
+        for token, status in ((sent, 200), (sent + "x", 401), ("\u0142", 401)):
+            header = b"Bearer " + token.encode()
+            assert server.http.get("/v1/models", headers={b"authorization": header}).status_code == status
+
+
+@pytest.mark.parametrize("key", ["", " ", "\n", "a\nb", "a\x00", "\udcff"])
+def test_api_keys_that_no_client_could_send(key: str) -> None:
+    with pytest.raises(UserError, match="API key"):
+        usable_key(key)
 
 
 def test_a_broken_step_is_a_500_and_the_next_request_is_served() -> None:
