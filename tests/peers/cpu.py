@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # llmc, from a che
 from cpu_checkpoints import SHAPES
 from cpu_engines import Limits, LlamaCpp, Measured, Worker
 from cpu_models import FORMATS, MAX_LENGTH, Command, Models, Peers, llama_cpp_version
-from cpu_report import DOCS, section, this_machine, write
+from cpu_report import DOCS, section, section_name, this_machine, write
 from cpu_rounds import figures, measure, step_bytes, workloads
 from gpu_engines import Skipped
 
@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = run(models, peers, formats, given.threads, given.rounds, given.decode, command)
         text = section(found)
         if not given.no_docs:
-            write(given.docs, models.name, text)
+            write(given.docs, section_name(found), text)
     except (UserError, Skipped) as error:
         print(f"cpu.py: error: {error}", file=sys.stderr)
         return 2

@@ -42,10 +42,17 @@ def machine_line(found: Mapping[str, Any]) -> str:
     )
 
 
+def section_name(found: Mapping[str, Any]) -> str:
+    """Of a model on machines with one instruction set: runs on another kind of machine have sections of their own."""
+    features = found["machine"]["features"]
+    widest = next((f for f in ("amx_int8", "avx512_vnni", "avx_vnni", "avx2") if f in features), platform.machine())
+    return f"{found['model']}, {widest}"
+
+
 def section(found: Mapping[str, Any]) -> str:
     """found: as `cpu.run` returns it."""
     lines = [
-        f"## {found['model']}",
+        f"## {section_name(found)}",
         "",
         f"{machine_line(found)} {found['rounds']} rounds, medians.",
         "",

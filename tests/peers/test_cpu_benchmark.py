@@ -12,7 +12,7 @@ import cpu_engines
 import pytest
 from cpu_engines import Limits, LlamaCpp, Worker, decode_seconds
 from cpu_models import Models, Peers, llama_cpp_source, llama_cpp_version
-from cpu_report import put, section, write
+from cpu_report import put, section, section_name, write
 from cpu_rounds import StepBytes, figures, measure, step_bytes, workloads
 from cpu_worker import Clock
 from families import save_checkpoint, tiny_model
@@ -259,12 +259,17 @@ FOUND: dict[str, Any] = {
 def test_a_section_has_machine_versions_command_table_and_ratios() -> None:
     text = section(FOUND)
     for part in (
-        "## tiny\n", "2026-01-02. A CPU, 2 threads on 2 cores (avx2), 23 GiB, Linux 6.1. 3 rounds", "openvino 1.2",
+        "## tiny, avx2\n", "2026-01-02. A CPU, 2 threads on 2 cores (avx2), 23 GiB, Linux 6.1. 3 rounds", "openvino 1.2",
         "    tests/peers/cpu.py tiny\n", "| tokens/s | prefill 20 | decode 2 x 5 | peak memory | spread |",
         "| llmc | 1720 | 18.7 | 1.50 GB | 2% |", "| peer | 860 (2.00) |  | 2.90 GB | 10% |",
         "Memory reads 30.4 GB/s", "decode 2 x 5 87%", "mean KL 0.00416", "b: skipped: not given.",
     ):  # fmt: skip
         assert part in text, part
+
+
+def test_another_kind_of_machine_has_a_section_of_its_own() -> None:
+    machine = FOUND["machine"] | {"features": ["avx2", "avx512f", "avx512_vnni", "avx_vnni"]}
+    assert section_name(FOUND) == "tiny, avx2" and section_name(FOUND | {"machine": machine}) == "tiny, avx512_vnni"
 
 
 def test_a_run_replaces_its_own_section_alone(tmp_path: Path) -> None:
