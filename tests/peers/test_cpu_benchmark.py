@@ -259,7 +259,8 @@ FOUND: dict[str, Any] = {
 def test_a_section_has_machine_versions_command_table_and_ratios() -> None:
     text = section(FOUND)
     for part in (
-        "## tiny, avx2\n", "2026-01-02. A CPU, 2 threads on 2 cores (avx2), 23 GiB, Linux 6.1. 3 rounds", "openvino 1.2",
+        "## tiny, avx2\n", "2026-01-02. A CPU, 2 threads on 2 cores (avx2), 23 GiB, Linux 6.1. 3 rounds",
+        "openvino 1.2",
         "    tests/peers/cpu.py tiny\n", "| tokens/s | prefill 20 | decode 2 x 5 | peak memory | spread |",
         "| llmc | 1720 | 18.7 | 1.50 GB | 2% |", "| peer | 860 (2.00) |  | 2.90 GB | 10% |",
         "Memory reads 30.4 GB/s", "decode 2 x 5 87%", "mean KL 0.00416", "b: skipped: not given.",
