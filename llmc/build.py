@@ -151,7 +151,9 @@ class _Build:
         graph = self.export(config)
         report = self.lower(graph, config, keep_exact=tokens is not None)
         table = WeightTable()
-        codes = self.select(graph, table, measured=tokens is not None)
+        if tokens is None:
+            self.measured_on = None
+        codes = self.select(graph, table)
         with PlanWriter(self.output) as writer:
             compiled = self.write_code(writer, table, codes)
             self.write_assets(writer, graph, assets)
@@ -207,10 +209,15 @@ class _Build:
         self.progress.stage("passes")
         return run_pipeline(graph, self.context, probe, self.options.dump_ir, keep_exact)
 
-    def select(self, graph: fx.Graph, table: WeightTable, measured: bool) -> dict[Backend, Code]:
+    def select(self, graph: fx.Graph, table: WeightTable) -> dict[Backend, Code]:
         """What every backend with a part in this build makes of the graph; all read one set of weights."""
-        needed = {backend_of(name) for name in self.targets} | ({CPU} if measured else set())
+        needed = {backend_of(name) for name in self.compiled_for()}
         return {b: b.select(graph, table, self.options.cxx) for b in BACKENDS if b in needed}
+
+    def compiled_for(self) -> list[str]:
+        """The targets of the plan, and that of the accuracy report if it is none of them."""
+        extra = self.measured_on
+        return self.targets if extra is None or extra in self.targets else [*self.targets, extra]
 
     def targets_of(self, backend: Backend) -> list[str]:
         """The targets of the plan that are a backend's."""
@@ -219,9 +226,7 @@ class _Build:
     def write_code(self, writer: PlanWriter, table: WeightTable, codes: dict[Backend, Code]) -> dict[str, bytes]:
         """Compiles what reports no progress in the background while the weights are packed, then the rest. Returns the
         code by target, with that of the accuracy report."""
-        measuring = [self.measured_on] if CPU in codes and self.measured_on not in self.targets else []
-        names = [name for name in (*self.targets, *measuring) if name is not None]
-        quiet = [name for name in names if not codes[backend_of(name)].steps(name)]
+        quiet = [name for name in self.compiled_for() if not codes[backend_of(name)].steps(name)]
         with ThreadPoolExecutor(max(1, len(quiet))) as pool, stopped_compilers():
             self.progress.stage("compile")
             jobs = {name: pool.submit(codes[backend_of(name)].compile, name, lambda done: None) for name in quiet}
