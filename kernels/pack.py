@@ -54,8 +54,10 @@ def _tile_bytes(format: Format, k: int) -> list[tuple[RegionName, int]]:
     if not format.group:
         return [("data", k * LANES * format.bits // 8)]
     groups = -(-k // format.group)
-    data, scales = groups * format.group * LANES * format.bits // 8, groups * LANES * 2
-    return [("data", data), ("scale", scales), *([] if format.symmetric else [("min", scales)])]  # type: ignore[list-item]
+    scales = groups * LANES * 2
+    regions: list[tuple[RegionName, int]] = [("data", groups * format.group * LANES * format.bits // 8)]
+    regions.append(("scale", scales))
+    return regions if format.symmetric else [*regions, ("min", scales)]
 
 
 def packed_layout(format: Format, n: int, k: int, gated: bool = False) -> PackedLayout:

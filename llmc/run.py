@@ -79,7 +79,7 @@ class Session:
         except KeyboardInterrupt:
             stopped = True
         finally:
-            stream.close()  # type: ignore[attr-defined]
+            stream.close()
         write("\n")
         end = time.perf_counter()
         return Answer("".join(pieces), len(ids), count, (first or end) - started, end - (first or end), stopped)

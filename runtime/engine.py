@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -126,7 +126,7 @@ class Engine:
         finally:
             stream.close()
 
-    def generate_blocking(self, request: Request) -> Iterator[RequestOutput]:
+    def generate_blocking(self, request: Request) -> Generator[RequestOutput, None, None]:
         """As `generate`, for an ordinary thread."""
         stream = BlockingStream(request.params.n, lambda: self.abort(request.request_id))
         self._submit([request], stream)

@@ -62,3 +62,12 @@ def own_weights(model: Any) -> dict[str, Stored]:
 def save_checkpoint(model: Any, directory: Path) -> Path:
     model.save_pretrained(directory)
     return directory
+
+
+def save_word_tokenizer(directory: Path) -> None:
+    """A tokenizer that knows the words w0 … w210, divided by spaces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from families import VOCAB, save_checkpoint, tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from families import VOCAB, save_checkpoint, save_word_tokenizer, tiny_model
 
 from llmc import build as compiler
 from llmc.cli import main, size
@@ -38,9 +37,7 @@ def refused(result: Any, *words: str) -> str:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama whose tokenizer knows the words w0 … w210."""
     path = save_checkpoint(tiny_model("llama"), tmp_path_factory.mktemp("cli") / "tiny")
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(path / "tokenizer.json"))
+    save_word_tokenizer(path)
     return path
 
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from families import VOCAB, save_checkpoint, tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from families import save_checkpoint, save_word_tokenizer, tiny_model
 
 from llmc.errors import UserError
 from llmc.run import Session, run_chat
@@ -29,9 +28,7 @@ TEMPLATE = "{% for m in messages %}w{{ m.role | length }} {{ m.content }} {% end
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama whose tokenizer knows the words w0 … w210, with a chat template."""
     path = save_checkpoint(tiny_model("llama"), tmp_path_factory.mktemp("terminal") / "tiny")
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(path / "tokenizer.json"))
+    save_word_tokenizer(path)
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     output = path.parent / "tiny.plan"
     command = [sys.executable, "-m", "llmc.cli", "build", str(path), "--fp32", "--no-eval", "--target", "native"]
