@@ -47,6 +47,7 @@ from llmc.passes.result import PassContext
 from llmc.runtime.cpu.executor import CpuExecutor, ExecutorConfig
 from llmc.runtime.cpu.targets import runnable_targets
 from llmc.runtime.detokenizer import TextCodec
+from llmc.runtime.template_process import probe_template
 from llmc.runtime.threads import default_threads
 
 PRECISIONS = {"fp32": (F32, F32, "f32"), "bf16": (BF16, BF16, "bf16"), "int8": (W8, W8, "bf16"),
@@ -146,6 +147,8 @@ class _Build:
         self.max_model_len = self.context_length(config)
         assets = load_tokenizer(self.checkpoint)
         _check_end_tokens(assets, config)
+        if assets is not None and assets.chat_template is not None:
+            probe_template(assets.chat_template, assets.special_tokens)
         tokens = self.eval_tokens(assets)
         self.progress.stage("export")
         graph = self.export(config)

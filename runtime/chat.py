@@ -2,7 +2,8 @@
 
 Gives the template what Hugging Face gives it (trimmed blocks, loop controls, `raise_exception`,
 `strftime_now`, `tojson`, the `generation` tag) in Jinja's immutable sandbox. A template that refuses a
-conversation is the client's error; one that does not parse is the plan's.
+conversation is the client's error; one that does not parse is the plan's. What bounds a template's time and memory is
+in `template_process.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -22,6 +24,14 @@ from llmc.errors import UserError
 from llmc.runtime.request import RequestError
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class TemplateRefusal(RequestError):
+    """The template refuses a conversation by `raise_exception`."""
+
+
+class _Refusal(jinja2.TemplateError):
+    """What `raise_exception` raises inside a template."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -37,7 +47,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise _Refusal(message)
 
 
 def _strftime_now(pattern: str) -> str:
@@ -67,12 +77,21 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(template)
+            environment.parse(template)
         except jinja2.TemplateError as error:
             raise UserError(f"the chat template does not parse ({error}); rebuild the plan with another") from error
-        self._special = dict(special_tokens)
+        except (RecursionError, MemoryError) as error:
+            raise UserError("the chat template is nested too deeply; rebuild the plan with another") from error
+        self._environment = environment
+        self.source = template
+        self.special_tokens = dict(special_tokens)
         self.knows_developer = "developer" in template
         """Whether the template names the role "developer", the newer name of "system"."""
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        # Not before the first rendering: the compiler evaluates constants such as 'a' * 10**9.
+        return self._environment.from_string(self.source)
 
     def render(
         self,
@@ -81,7 +100,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for a conversation. Raises RequestError with the template's words when it refuses.
+        """The prompt for a conversation. Raises RequestError for one on which the template fails, TemplateRefusal
+        with its words when it refuses.
 
         messages: role, content and what else the template reads. variables: more names for the template, e.g.
         enable_thinking.
@@ -90,7 +110,7 @@ class ChatTemplate:
         if taken := RESERVED & variables.keys():
             raise RequestError(f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
         names = {
-            **self._special,
+            **self.special_tokens,
             **variables,
             "messages": list(messages),
             "tools": tools,
@@ -100,10 +120,18 @@ class ChatTemplate:
         try:
             return self._template.render(names)
         except jinja2.TemplateError as error:
-            raise RequestError(
+            raise (TemplateRefusal if isinstance(error, _Refusal) else RequestError)(
                 f"the model's chat template refuses this conversation: {error}", param="messages"
             ) from error
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            MemoryError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             # Python errors inside a template come from the shape of the messages or variables that it was
             # given.
             raise RequestError(

@@ -19,7 +19,7 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 
 async def chat_completions(service: Service, http: HttpRequest) -> Response:
     """Answers one call. Raises RequestError for whatever cannot be served."""
-    body, size = await service.read(ChatBody, http)
+    body, _ = await service.read(ChatBody, http)
     _refuse_unsupported(body)
     include_usage = body.include_usage
     params = sampling_params(
@@ -28,7 +28,7 @@ async def chat_completions(service: Service, http: HttpRequest) -> Response:
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    prompt = await service.run(size, 1, lambda: _prompt(service, body, params))
+    prompt = await service.elsewhere(lambda: _prompt(service, body, params))
     request = Request(new_id("req"), prompt, params)
     choices = _Choices(service.model.codec, params.logprobs is not None)
     return await respond(service, http, [request], choices, stream=bool(body.stream), include_usage=include_usage)
@@ -44,10 +44,10 @@ def _refuse_unsupported(body: ChatBody) -> None:
 def _prompt(service: Service, body: ChatBody, params: SamplingParams) -> tuple[int, ...]:
     """The conversation as token ids."""
     template = service.model.chat_template
-    if template is None:
+    if template is None or service.template is None:
         raise RequestError("this model has no chat template; use /v1/completions", param="messages")
     messages = [_template_message(m, i, template.knows_developer) for i, m in enumerate(body.messages)]
-    text = template.render(messages, body.add_generation_prompt is not False, None, body.chat_template_kwargs)
+    text = service.template.render(messages, body.add_generation_prompt is not False, None, body.chat_template_kwargs)
     max_model_len = service.engine.max_model_len
     # The template has written the special tokens already.
     ids = service.model.codec.encode(

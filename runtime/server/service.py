@@ -14,6 +14,7 @@ from llmc.runtime.server.body_limits import check_size
 from llmc.runtime.server.http import NotFound, read_body
 from llmc.runtime.server.model import ServedModel
 from llmc.runtime.server.protocol import BodyType, parse
+from llmc.runtime.template_process import TemplateProcess
 
 T = TypeVar("T")
 
@@ -34,8 +35,17 @@ class Service:
         self.max_body_bytes = max_body_bytes
         # Two threads: a flood of long prompts must not take the cores from the model.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="llmc-encode")
+        self.template = None if model.chat_template is None else TemplateProcess(model.chat_template)
+
+    def start(self) -> None:
+        """Starts what the first request would else wait for."""
+        if self.template is not None:
+            self.template.start()
 
     def close(self) -> None:
+        """Ends the threads and the process behind requests."""
+        if self.template is not None:
+            self.template.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str) -> None:
@@ -55,15 +65,16 @@ class Service:
             check_size(data)
             return parse(kind, data)
 
-        body = checked() if len(data) <= PARSE_INLINE else await self._elsewhere(checked)
+        body = checked() if len(data) <= PARSE_INLINE else await self.elsewhere(checked)
         self.check_model(body.model)
         return body, len(data)
+
+    async def elsewhere(self, work: Callable[[], T]) -> T:
+        """Runs `work` in another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def run(self, characters: int, texts: int, work: Callable[[], T]) -> T:
         """Runs `work`, in another thread unless it deals with few characters and texts."""
         if characters + texts * CHARACTERS_PER_TEXT <= ENCODE_INLINE:
             return work()
-        return await self._elsewhere(work)
-
-    async def _elsewhere(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        return await self.elsewhere(work)

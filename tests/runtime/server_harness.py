@@ -59,12 +59,19 @@ class Running:
             time.sleep(0.01)
 
 
-def build_app(executor: FakeExecutor, *, api_key: str | None = None, max_body_bytes: int = 2**20, **config: Any) -> Any:
+def build_app(
+    executor: FakeExecutor,
+    *,
+    api_key: str | None = None,
+    max_body_bytes: int = 2**20,
+    template: str = TEMPLATE,
+    **config: Any,
+) -> Any:
     """An app over a started engine; `config` replaces fields of EngineConfig."""
     limits: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 64, "check_integrity": True}
     engine = Engine(executor, EngineConfig(**(limits | config), eos_token_ids=frozenset({EOS})), CODEC)
     engine.start()
-    model = ServedModel("org/toy", CODEC, ChatTemplate(TEMPLATE, {}), SamplingDefaults(), created=1)
+    model = ServedModel("org/toy", CODEC, ChatTemplate(template, {}), SamplingDefaults(), created=1)
     return create_app(engine, model, api_key=api_key, max_body_bytes=max_body_bytes)
 
 
