@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from llmc.errors import UserError
 from llmc.runtime.engine import Engine
+from llmc.runtime.server.connection import Connection
 
 OnReady = Callable[[str], None]
 
@@ -73,6 +74,7 @@ def make_server(app: FastAPI, drain_timeout: float = 30.0, on_ready: OnReady | N
         log_config=None,
         access_log=False,
         server_header=False,
+        http=Connection,
         ws="none",
         timeout_keep_alive=30,
         timeout_graceful_shutdown=max(1, math.ceil(drain_timeout)),
