@@ -9,8 +9,8 @@ It also ends with its parent. A new one is started then.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-import pickle
 import resource
 import signal
 import struct
@@ -71,7 +71,7 @@ class TemplateProcess:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """As `ChatTemplate.render`. Raises RequestError also for what takes too much time or memory. Blocks."""
-        question = pickle.dumps((messages, add_generation_prompt, tools, variables), protocol=5)
+        question = _packed(messages, add_generation_prompt, tools, variables)
         with self._lock:
             process = self._started()
             assert process.stdin is not None and process.stdout is not None
@@ -103,7 +103,7 @@ class TemplateProcess:
                 start_new_session=True,  # the terminal's Ctrl-C is for the server, which drains
             )
             assert self._process.stdin is not None
-            _send(self._process.stdin, pickle.dumps((self._template.source, self._template.special_tokens)))
+            _send(self._process.stdin, _packed(self._template.source, self._template.special_tokens))
         return self._process
 
 
@@ -125,7 +125,7 @@ def main() -> None:
     first = _receive(source)
     if first is None:
         return
-    template = ChatTemplate(*pickle.loads(first))
+    template = ChatTemplate(*json.loads(first))
     while (question := _receive(source)) is not None:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends a process that does not handle it
         answer = _answer(template, question)
@@ -135,7 +135,7 @@ def main() -> None:
 
 def _answer(template: ChatTemplate, question: bytes) -> bytes:
     try:
-        text = template.render(*pickle.loads(question)).encode()
+        text = template.render(*json.loads(question)).encode()
     except RequestError as error:
         kind = _REFUSAL if isinstance(error, TemplateRefusal) else _ERROR
         message = error.message[:10_000].encode("utf-8", "backslashreplace")
@@ -145,6 +145,10 @@ def _answer(template: ChatTemplate, question: bytes) -> bytes:
     except MemoryError:
         return _ERROR + b"messages:" + TOO_LARGE.encode()
     return _TEXT + text if len(text) <= MAX_PROMPT_BYTES else _ERROR + b"messages:" + TOO_LARGE.encode()
+
+
+def _packed(*values: Any) -> bytes:
+    return json.dumps(values, default=dict).encode()  # dict: of what is a mapping but no dict
 
 
 def _send(stream: BinaryIO | Any, data: bytes) -> None:
