@@ -177,6 +177,13 @@ def _engine_options(command: Any) -> Any:
     return command
 
 
+def _seconds(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    """A time to wait; infinity would be none."""
+    if not 0 <= value < math.inf:
+        raise click.BadParameter(f"{value} is not a number of seconds such as 30")
+    return value
+
+
 def _api_key(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """The key as it will be compared: an empty one must not leave the server open, as click's own envvar would."""
     from llmc.runtime.server.api_key import usable_key
@@ -197,6 +204,7 @@ def _api_key(ctx: click.Context, param: click.Parameter, value: str | None) -> s
 @click.option(
     "--drain-timeout",
     type=float,
+    callback=_seconds,
     default=30.0,
     show_default=True,
     help="Seconds for running requests after SIGTERM.",

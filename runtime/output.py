@@ -56,7 +56,9 @@ class Track:
         if wanted is None:
             return None
         top = top_logprobs(output.logits[row], wanted) if wanted and output.logits is not None else ()
-        return TokenLogprob(token, float(output.logprobs[row]), top)
+        own = float(output.logprobs[row])
+        # The machine code's figure, whatever else was asked for; those of the list differ from it in the last bits.
+        return TokenLogprob(token, own, tuple((other, own if other == token else value) for other, value in top))
 
     def _rest(self, armed: bool) -> str:
         """Text held back so far, when no token will follow."""

@@ -95,6 +95,8 @@ def test_version() -> None:
         ("no-such-command",), ("build",), ("run",), ("chat",), ("serve",), ("inspect",), ("verify", "a", "b"),
         ("build", "x", "--no-such-flag"), ("build", "x", "--max-model-len", "many"),
         ("build", "x", "--max-kl", "small"), ("serve", "x", "--port", "http"), ("serve", "x", "--threads", "1.5"),
+        ("serve", "x", "--drain-timeout", "nan"), ("serve", "x", "--drain-timeout", "inf"),
+        ("serve", "x", "--drain-timeout", "-1"),
         ("serve", "x", "--kv-cache-memory", "lots"), ("serve", "x", "--kv-cache-memory", "-1"),
         ("run", "x", "hello", "--temperature", "hot"),
     ],

@@ -52,12 +52,12 @@ def create_app(
 def _operations(engine: Engine, metrics: Metrics) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health")
+    @router.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         """Alive: the engine's thread runs."""
         return json_response({"status": "ok"}) if engine.is_alive else json_response({"status": "dead"}, 503)
 
-    @router.get("/health/ready")
+    @router.api_route("/health/ready", methods=["GET", "HEAD"])
     async def ready() -> Response:
         """Ready: alive and taking requests."""
         if engine.is_alive and not engine.is_draining:

@@ -11,7 +11,7 @@ from llmc.runtime.detokenizer import TextCodec
 from llmc.runtime.request import Request, RequestError, RequestOutput, SamplingParams, TokenLogprob, check_length
 from llmc.runtime.server.answer import logprob, new_id, respond
 from llmc.runtime.server.protocol import ChatBody, Message
-from llmc.runtime.server.sampling import sampling_params
+from llmc.runtime.server.sampling import renamed, sampling_params
 from llmc.runtime.server.service import Service
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -22,12 +22,7 @@ async def chat_completions(service: Service, http: HttpRequest) -> Response:
     body, _ = await service.read(ChatBody, http)
     _refuse_unsupported(body)
     include_usage = body.include_usage
-    params = sampling_params(
-        body,
-        service.model.defaults,
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
+    params = _sampling(body, service)
     prompt = await service.elsewhere(lambda: _prompt(service, body, params))
     request = Request(new_id("req"), prompt, params)
     choices = _Choices(service.model.codec, params.logprobs is not None)
@@ -41,6 +36,23 @@ def _refuse_unsupported(body: ChatBody) -> None:
         raise RequestError("messages must hold at least one message", param="messages")
 
 
+def _sampling(body: ChatBody, service: Service) -> SamplingParams:
+    """Raises RequestError in the words of this endpoint, whose names for two of the parameters are its own."""
+    return sampling_params(
+        body,
+        service.model.defaults,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        names=_names(body),
+    )
+
+
+def _names(body: ChatBody) -> dict[str, str]:
+    """What the client calls parameters that `SamplingParams` calls otherwise."""
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    return {"logprobs": "top_logprobs", "max_tokens": limit}
+
+
 def _prompt(service: Service, body: ChatBody, params: SamplingParams) -> tuple[int, ...]:
     """The conversation as token ids."""
     template = service.model.chat_template
@@ -48,14 +60,15 @@ def _prompt(service: Service, body: ChatBody, params: SamplingParams) -> tuple[i
         raise RequestError("this model has no chat template; use /v1/completions", param="messages")
     messages = [_template_message(m, i, template.knows_developer) for i, m in enumerate(body.messages)]
     text = service.template.render(messages, body.add_generation_prompt is not False, None, body.chat_template_kwargs)
-    max_model_len = service.engine.max_model_len
+
+    def check(length: int) -> None:
+        try:
+            check_length(length, params.max_tokens, service.engine.max_model_len)
+        except RequestError as error:
+            raise renamed(error, _names(body)) from error
+
     # The template has written the special tokens already.
-    ids = service.model.codec.encode(
-        text,
-        add_special_tokens=False,
-        check_length=lambda length: check_length(length, params.max_tokens, max_model_len),
-    )
-    return tuple(ids)
+    return tuple(service.model.codec.encode(text, add_special_tokens=False, check_length=check))
 
 
 def _template_message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:

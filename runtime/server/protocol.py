@@ -33,6 +33,23 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
+# Names of the alternatives of a union, which are no part of what the client sent.
+_TAGS = frozenset({"<text>", "<texts>", "<tokens>", "<token lists>", "<list>", "<none>"})
+
+
+def _kind(value: object) -> str | None:
+    return {str: "<text>", list: "<list>", type(None): "<none>"}.get(type(value))
+
+
+def _text_or_list(what: str) -> Discriminator:
+    """Tells a string from a list, so that an error is about the one that was sent."""
+    return Discriminator(
+        _kind,
+        custom_error_type="text_or_list",
+        custom_error_message=f"must be a string or a list of {what}",
+    )
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
 
@@ -49,7 +66,12 @@ class SamplingBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    stop: Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag("<list>")]
+        | Annotated[None, Tag("<none>")],
+        _text_or_list("strings"),
+    ] = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -77,22 +99,22 @@ def _prompt_kind(value: object) -> str | None:
     once.
     """
     if isinstance(value, str):
-        return "text"
+        return "<text>"
     if not isinstance(value, list):
         return None
     first = value[0] if value else 0
-    return "texts" if isinstance(first, str) else "token lists" if isinstance(first, list) else "tokens"
+    return "<texts>" if isinstance(first, str) else "<token lists>" if isinstance(first, list) else "<tokens>"
 
 
 _Tokens = Annotated[list[int], Field(fail_fast=True)]
 Prompt = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
-    | Annotated[_Tokens, Tag("tokens")]
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<texts>")]
+    | Annotated[_Tokens, Tag("<tokens>")]
     | Annotated[
         list[_Tokens],
         Field(max_length=MAX_PROMPTS, fail_fast=True),
-        Tag("token lists"),
+        Tag("<token lists>"),
     ],
     Discriminator(
         _prompt_kind,
@@ -121,7 +143,12 @@ class Message(Body):
     """One turn. Other fields (name, tool_calls, …) go to the chat template as they are."""
 
     role: str
-    content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    content: Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")]
+        | Annotated[None, Tag("<none>")],
+        _text_or_list("text parts"),
+    ] = None
 
 
 class ChatBody(SamplingBody):
@@ -169,7 +196,7 @@ def _elsewhere(kind: type[SamplingBody]) -> set[str]:
 
 def _request_error(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = [str(part) for part in first["loc"]]
+    path = [str(part) for part in first["loc"] if part not in _TAGS]
     if not path:
         return RequestError(f"the body is not a JSON object of the expected form: {first['msg']}")
     return RequestError(f"{'.'.join(path)}: {first['msg']}", param=path[0])

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from llmc.runtime.request import RequestError, SamplingParams
 from llmc.runtime.server.model import SamplingDefaults
 from llmc.runtime.server.protocol import SamplingBody
 
 
 def sampling_params(
-    body: SamplingBody, defaults: SamplingDefaults, *, max_tokens: int | None, logprobs: int | None
+    body: SamplingBody,
+    defaults: SamplingDefaults,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
-    """Raises RequestError on a value out of range."""
+    """Raises RequestError on a value out of range. names: what the client calls a parameter, where that differs."""
+    try:
+        return _sampling_params(body, defaults, max_tokens, logprobs)
+    except RequestError as error:
+        raise renamed(error, names or {}) from error
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """The error with its parameter, which its message begins with, called by the client's name for it."""
+    name = names.get(error.param or "")
+    if name is None:
+        return error
+    return RequestError(error.message.replace(error.param or "", name), param=name, code=error.code)
+
+
+def _sampling_params(
+    body: SamplingBody, defaults: SamplingDefaults, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
 
     def either(value: float | None, default: float) -> float:
         return default if value is None else value

@@ -47,6 +47,8 @@ class Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """A socket bound to host:port (port 0: any). Raises UserError when that cannot be."""
     where = f"{host}:{port}"
+    if host.startswith("[") and host.endswith("]"):  # as in a URL
+        host = host[1:-1]
     if not 0 <= port < 2**16:  # getaddrinfo would take it modulo 65536
         raise UserError(f"cannot listen on {where}: a port is between 0 and 65535; give another --port")
     try:

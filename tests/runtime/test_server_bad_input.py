@@ -98,13 +98,35 @@ def test_completion_fields(server: Running, change: dict[str, Any], param: str |
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": "text"}, "response_format"),
-        ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
-        ({"logprobs": 5}, "logprobs"), ({"max_completion_tokens": 0}, "max_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 5}, "logprobs"), ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
 )  # fmt: skip
 def test_chat_fields(server: Running, change: dict[str, Any], param: str) -> None:
     check(server.post("/v1/chat/completions", {"model": "org/toy", "messages": HELLO} | change), 400, param)
+
+
+def test_messages_name_what_the_client_sent(server: Running) -> None:
+    sent: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/completions", {"prompt": [["a"]]}, "prompt.0.0: "),
+        ("/v1/completions", {"prompt": ["a", 1]}, "prompt.1: "),
+        ("/v1/completions", {"prompt": ["a"] * 3000}, "prompt: "),
+        ("/v1/completions", {"prompt": "a", "stop": ["a", 1]}, "stop.1: "),
+        ("/v1/completions", {"prompt": "a", "stop": 1}, "stop: "),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: "),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{}]}]}, "messages.0.content.0.type: "),
+        ("/v1/chat/completions", {"messages": HELLO, "max_completion_tokens": -1}, "max_completion_tokens must"),
+        ("/v1/chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": -1}, "top_logprobs must"),
+    ]
+    for path, body, words in sent:
+        response = server.post(path, {"model": "org/toy"} | body)
+        message = check(response, 400, words.partition(":")[0].split(".")[0].split(" ")[0])
+        assert message.startswith(words) and "[" not in message
+    response = server.post(
+        "/v1/chat/completions", {"model": "org/toy", "messages": HELLO, "max_completion_tokens": BIG}
+    )
+    check(response, 400, "max_completion_tokens", "context_length_exceeded")
 
 
 def test_length(server: Running) -> None:

@@ -161,3 +161,12 @@ def test_sigterm_drains_and_exits_with_0(delay: float, timeout: float, finishes:
         assert ("data: [DONE]" in rest) == finishes
         assert process.wait(timeout=10) == 0
         assert process.stdout.read() == "False False\n"
+
+
+def test_an_address_in_brackets_as_in_a_url() -> None:
+    try:
+        listen("::1", 0).close()
+    except UserError:
+        pytest.skip("this machine has no IPv6")
+    with listen("[::1]", 0) as sock:
+        assert sock.getsockname()[0] == "::1"
