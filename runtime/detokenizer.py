@@ -50,6 +50,7 @@ class TextCodec:
     ) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised. Other threads run meanwhile.
 
+        add_special_tokens: as the tokenizer does it, but no start token before one that the text begins with.
         check_length: called with their number before the list is made, during which no other thread runs; may raise.
         """
         # The batch form releases the GIL, the single form does not.
@@ -61,7 +62,10 @@ class TextCodec:
                 # Or the error's traceback takes it to whoever handles that; freeing millions of tokens takes a while.
                 del encoding
                 raise
-        return list(encoding.ids)
+        ids = list(encoding.ids)
+        if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self._start_token:
+            del ids[0]
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; incomplete or invalid UTF-8 becomes U+FFFD."""
@@ -84,6 +88,12 @@ class TextCodec:
             if self._decoder_types & {"Metaspace", "Replace"}:
                 return str(piece).replace("\u2581", " ").encode()
         return str(piece).encode()
+
+    @cached_property
+    def _start_token(self) -> int | None:
+        """The token that encoding puts before a text, if any."""
+        plain, whole = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+        return int(whole[0]) if len(whole) > len(plain) and whole[:1] != plain[:1] else None
 
     @cached_property
     def _added(self) -> frozenset[int]:

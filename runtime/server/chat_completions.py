@@ -67,8 +67,8 @@ def _prompt(service: Service, body: ChatBody, params: SamplingParams) -> tuple[i
         except RequestError as error:
             raise renamed(error, _names(body)) from error
 
-    # The template has written the special tokens already.
-    return tuple(service.model.codec.encode(text, add_special_tokens=False, check_length=check))
+    # The template has written the special tokens already, unless the client says otherwise.
+    return tuple(service.model.codec.encode(text, body.add_special_tokens is True, check))
 
 
 def _template_message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def _requests(
     requests = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            ids = codec.encode(prompt, check_length=check)
+            ids = codec.encode(prompt, body.add_special_tokens is not False, check)
         else:
             check(len(prompt))
             ids = prompt

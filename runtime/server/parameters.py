@@ -69,7 +69,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (),
     "n_keep": (),
     "n_discard": (),
-    "add_special_tokens": (),
     # reasoning
     "reasoning_effort": (),
     "reasoning_format": ("none",),

@@ -76,6 +76,7 @@ class SamplingBody(Body):
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     n: int | None = None

@@ -116,11 +116,11 @@ def solo_tokens(prompt: list[int], count: int, seed: int = 0, temperature: float
     return history[len(prompt) :]
 
 
-def byte_tokenizer() -> bytes:
-    """tokenizer.json of a byte-level BPE without merges: ids 0-255 are the bytes, then <bos> 256 and <eos>
-    257.
+def byte_tokenizer(template: str | None = None) -> bytes:
+    """tokenizer.json of a byte-level BPE without merges: ids 0-255 are the bytes, then <bos> 256 and <eos> 257.
+    template: which of those it adds to a text, e.g. "<bos> $A".
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     from llmc.runtime.detokenizer import _BYTE_OF_CHARACTER
 
@@ -128,4 +128,7 @@ def byte_tokenizer() -> bytes:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
+    if template is not None:
+        special = [("<bos>", 256), ("<eos>", 257)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
     return json.dumps(json.loads(tokenizer.to_str())).encode()

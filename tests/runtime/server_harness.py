@@ -65,13 +65,14 @@ def build_app(
     api_key: str | None = None,
     max_body_bytes: int = 2**20,
     template: str = TEMPLATE,
+    codec: TextCodec = CODEC,
     **config: Any,
 ) -> Any:
     """An app over a started engine; `config` replaces fields of EngineConfig."""
     limits: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 64, "check_integrity": True}
-    engine = Engine(executor, EngineConfig(**(limits | config), eos_token_ids=frozenset({EOS})), CODEC)
+    engine = Engine(executor, EngineConfig(**(limits | config), eos_token_ids=frozenset({EOS})), codec)
     engine.start()
-    model = ServedModel("org/toy", CODEC, ChatTemplate(template, {}), SamplingDefaults(), created=1)
+    model = ServedModel("org/toy", codec, ChatTemplate(template, {}), SamplingDefaults(), created=1)
     return create_app(engine, model, api_key=api_key, max_body_bytes=max_body_bytes)
 
 

@@ -163,3 +163,16 @@ def test_not_armed_lets_everything_out() -> None:
 def test_one_stop_string_cuts_the_same_however_the_text_is_split(text: str, stop: str, cuts: list[int]) -> None:
     before, found, _ = text.partition(stop)
     assert run_stop(text, [stop], [min(c, len(text)) for c in cuts]) == (before, bool(found))
+
+
+@pytest.mark.parametrize("single", ["<bos> $A", "<bos> $A <eos>", "$A <eos>", "$A"])
+def test_a_text_that_begins_with_the_start_token_gets_no_second_one(single: str) -> None:
+    codec = TextCodec(byte_tokenizer(single))
+    end = [257] if "<eos>" in single else []
+    start = [256] if "<bos>" in single else []
+    assert codec.encode("ab") == [*start, 97, 98, *end]
+    assert codec.encode("<bos>ab") == [256, 97, 98, *end]
+    assert codec.encode("<bos><bos>ab") == [256, 256, 97, 98, *end]
+    assert codec.encode("a<bos>") == [*start, 97, 256, *end]
+    assert codec.encode("") == start + end
+    assert codec.encode("<bos>ab", add_special_tokens=False) == [256, 97, 98]

@@ -8,8 +8,10 @@ from typing import Any
 
 import openai
 import pytest
-from runtime_fakes import FakeExecutor, solo_tokens
+from runtime_fakes import FakeExecutor, byte_tokenizer, solo_tokens
 from server_harness import CODEC, PRINTABLE, Running, running_server
+
+from llmc.runtime.detokenizer import TextCodec
 
 MODEL = "org/toy"
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -207,6 +209,21 @@ def test_stop_and_raw_wire_format(server: Running) -> None:
     assert '"finish_reason":"stop"' in events[-3] and '"text":""' in events[-3]
     body |= {"stream": False, "stop": ["zz", "aaab"], "an_unknown_field": 1}
     assert server.post("/v1/completions", body).json()["choices"][0]["text"] == "a" * 9
+
+
+def test_start_tokens_are_added_once_and_as_asked_for() -> None:
+    chat: Any = {"messages": [{"role": "user", "content": "hello"}]}
+    with running_server(codec=TextCodec(byte_tokenizer("<bos> $A"))) as server:
+        for path, body, count in (
+            ("/v1/completions", {"prompt": "abc"}, 4),
+            ("/v1/completions", {"prompt": "<bos>abc"}, 4),
+            ("/v1/completions", {"prompt": "abc", "add_special_tokens": False}, 3),
+            ("/v1/completions", {"prompt": ["<bos>abc"], "add_special_tokens": False}, 4),
+            ("/v1/chat/completions", chat, len(HELLO_TOKENS)),
+            ("/v1/chat/completions", chat | {"add_special_tokens": True}, len(HELLO_TOKENS) + 1),
+        ):
+            answer = server.post(path, {"model": MODEL, "max_tokens": 1} | body).json()
+            assert answer["usage"]["prompt_tokens"] == count, (path, body)
 
 
 def test_temperature_zero_is_greedy_whatever_top_p_says(server: Running) -> None:
