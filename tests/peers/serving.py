@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # llmc, from a che
 
 import numpy as np
 from cpu_engines import Limits, Worker, decode_seconds
-from cpu_report import machine_line, publish, this_machine
+from cpu_report import machine_line, publish, section_name, this_machine
 from cpu_worker import Clock
 from gpu_engines import Prompts
 from gpu_rounds import Workload
@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     numbers = given.threads, given.starts, given.rounds, given.decode
     if min(numbers) < 1:
         parser.error("numbers must be at least 1")
-    name = given.name or given.plan.stem
+    name = section_name({"model": given.name or given.plan.stem, "machine": this_machine()})
     return publish(
         "serving.py", f"serving {name}", lambda: section(run(given.plan.absolute(), *numbers), name), not given.no_docs
     )
