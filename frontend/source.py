@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llmc.errors import UserError
+from llmc.errors import UserError, shortened
 from llmc.frontend import pypi
 from llmc.frontend.rawfile import sha256_of
 
@@ -53,7 +53,7 @@ def resolve(model: str, *, sha256: str | None = None, revision: str | None = Non
         if sha256 is not None:
             raise UserError(f"--sha256 needs one file to check, and {model} is a hub repository: pin its revision")
         return _from_hub(model, revision)
-    raise UserError(f"no such model: {_short(model)!r} does not exist here, and it is not {_KINDS}")
+    raise UserError(f"no such model: {shortened(model)!r} does not exist here, and it is not {_KINDS}")
 
 
 def _exists(path: Path) -> bool:
@@ -62,10 +62,6 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _local(path: Path, sha256: str | None) -> Source:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from llmc.kernels.dialect import OPS
+from llmc.kernels.ops import Embed, Linear
 from llmc.kernels.quant import to_float32
 from llmc.kernels.weights import Reader, WeightRef
 
@@ -113,16 +114,18 @@ def _call(node: fx.Node, values: dict[fx.Node, Any], reader: Reader, kept: dict[
             kept[arg] = load(arg, reader)
         return kept[arg]
 
-    if node.target in (OPS["embed"], OPS["linear"]) and _is_large(node.args[1]):
-        ref = node.args[1].meta["weight"]
-        others = [value(a) if isinstance(a, fx.Node) and a is not node.args[1] else a for a in node.args]
-        return _embed(ref, reader, *others) if node.target is OPS["embed"] else _linear(ref, reader, *others)
+    embed, linear = Embed.match(node), Linear.match(node)
+    if embed is not None and _is_large(embed.weight):
+        return _embed(embed, value(embed.ids), reader)
+    if linear is not None and not linear.gated and _is_large(linear.weight):
+        bias, residual = (None if arg is None else value(arg) for arg in (linear.bias, linear.residual))
+        return _linear(linear, value(linear.x), bias, residual, reader)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
     return node.target(*args, **kwargs)
 
 
-def _is_large(arg: Any) -> bool:
-    ref = arg.meta.get("weight") if arg.op == "placeholder" else None
+def _is_large(weight: fx.Node) -> bool:
+    ref = weight.meta.get("weight") if weight.op == "placeholder" else None
     return ref is not None and math.prod(ref.shape) > WHOLE_WEIGHT
 
 
@@ -133,29 +136,25 @@ def _row_blocks(ref: WeightRef) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, ref.shape[0])
 
 
-def _embed(ref: WeightRef, reader: Reader, ids: Tensor, _weight: Any, scale: float, offset: int, format: str) -> Tensor:
+def _embed(op: Embed, ids: Tensor, reader: Reader) -> Tensor:
     """The op `embed`, from the rows that occur."""
-    wanted, inverse = (ids + offset).unique(return_inverse=True)
+    ref: WeightRef = op.weight.meta["weight"]
+    wanted, inverse = (ids + op.offset).unique(return_inverse=True)
     rows = []
     for start, stop in _row_blocks(ref):
         inside = wanted[(wanted >= start) & (wanted < stop)]
         if len(inside):
             rows.append(to_float32(ref.read(reader, start, stop))[inside - start])
-    result: Tensor = OPS["embed"](inverse, torch.cat(rows), scale, 0, format)
+    result: Tensor = OPS["embed"](inverse, torch.cat(rows), op.scale, 0, op.format.name)
     return result
 
 
-def _linear(
-    ref: WeightRef, reader: Reader, x: Tensor, _weight: Any, bias: Tensor | None, residual: Tensor | None, act: str,
-    gated: bool, format: str,
-) -> Tensor:  # fmt: skip
+def _linear(op: Linear, x: Tensor, bias: Tensor | None, residual: Tensor | None, reader: Reader) -> Tensor:
     """The op `linear`, a block of its outputs at a time."""
-    if gated:
-        whole: Tensor = OPS["linear"](x, to_float32(ref.read(reader)), bias, residual, act, gated, format)
-        return whole
+    ref: WeightRef = op.weight.meta["weight"]
     y = x.new_empty(x.shape[0], ref.shape[0])
     for start, stop in _row_blocks(ref):
         weight = to_float32(ref.read(reader, start, stop))
         parts = (None if t is None else t[..., start:stop] for t in (bias, residual))
-        y[:, start:stop] = OPS["linear"](x, weight, *parts, act, False, format)
+        y[:, start:stop] = OPS["linear"](x, weight, *parts, op.act, False, op.format.name)
     return y

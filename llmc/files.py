@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from llmc.errors import UserError
+from llmc.errors import UserError, shortened
 
 
 def check_output(path: Path, flag: str, inputs: Iterable[Path] = ()) -> Path:
@@ -23,7 +23,7 @@ def check_output(path: Path, flag: str, inputs: Iterable[Path] = ()) -> Path:
             _check_input(path, target, flag, source)
     except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(f"{flag} {_short(path)}: {reason}; give another name") from error
+        raise UserError(f"{flag} {shortened(path)}: {reason}; give another name") from error
     return target
 
 
@@ -36,7 +36,7 @@ def _check_place(path: Path, target: Path, flag: str) -> None:
         raise UserError(f"{flag} {path}: is not an ordinary file; give another name")
     parent = target.absolute().parent
     if not parent.is_dir():
-        raise UserError(f"{flag} {_short(path)}: there is no directory {_short(parent)}; make it first")
+        raise UserError(f"{flag} {shortened(path)}: there is no directory {shortened(parent)}; make it first")
 
 
 def _check_input(path: Path, target: Path, flag: str, source: Path) -> None:
@@ -48,11 +48,6 @@ def _check_input(path: Path, target: Path, flag: str, source: Path) -> None:
         files = (source,) if source.exists() else ()
     if target.exists() and any(target.samefile(file) for file in files):
         raise UserError(f"{flag} {path}: is a file that is read, and would be lost; give another name")
-
-
-def _short(path: Path) -> str:
-    text = str(path)
-    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def replace_file(path: Path, data: bytes) -> None:

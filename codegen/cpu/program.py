@@ -185,7 +185,7 @@ class _Selector:
         """A kernel that makes each row of its result on its own: node operands are values; the result comes last."""
         out = self.new(node, domain)
         values = tuple(self.values[o] if isinstance(o, fx.Node) else o for o in operands)
-        rows = Name("T" if domain == "tokens" else "R")
+        rows = Name(_rows(domain))
         kernel, private = str(op_name(node)), node in self.private
         self.call(kernel, template, (rows, *values, out), domain, self.costs[node], out.buffer, private)
 
@@ -210,7 +210,7 @@ class _Selector:
             x = self.quantize(op.x, k, op.format)
         residual = self.values[op.residual] if op.residual is not None else NO_MATRIX
         out = self.new(node, domain)
-        rows = Name("T" if domain == "tokens" else "R")
+        rows = Name(_rows(domain))
         template = (_format(op.format), n, k, Enum("Act", op.act), op.gated)
         operands = (rows, x, entry, self.vector(op.bias) or NO_VECTOR, residual, out)
         self.call("linear", template, operands, "columns", self.costs[node], out.buffer)
@@ -223,7 +223,7 @@ class _Selector:
             padded = -(-k // format.group) * format.group
             name = f"{x.name}_q{len(self.quantized)}"
             buffer = self.buffer(name, domain, quant_bytes(padded, format), format, private=True)
-            rows = "T" if domain == "tokens" else "R"
+            rows = _rows(domain)
             self.call(
                 "quantize", (k, _format(format)), (Name(rows), value, buffer), domain, Cost(rows), buffer, private=True
             )
@@ -306,6 +306,11 @@ def _reads_privately(user: fx.Node, node: fx.Node, private: set[fx.Node]) -> boo
     if linear is not None:
         return linear.x is node and node not in linear.args[1:]
     return user in private and op_name(user) != "select_rows"
+
+
+def _rows(domain: str) -> str:
+    """How many rows a domain has, as the step and costs name it."""
+    return "T" if domain == "tokens" else "R"
 
 
 def _format(format: Format) -> Enum:

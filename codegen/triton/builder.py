@@ -30,7 +30,6 @@ Args = dict[str, tuple[str, Arg]]
 """Parameter name -> (pointer type, where it points)."""
 MAX_ROW = 32768
 """Elements of a row that one program holds in registers."""
-"""Format of a linear -> form of its input."""
 
 
 class Builder:
@@ -180,12 +179,13 @@ def needed_forms(graph: fx.Graph) -> dict[fx.Node, set[str]]:
     """In which forms the users of every value read it."""
     needs: dict[fx.Node, set[str]] = {}
     for node in graph.nodes:
+        if is_call(node, aten.view.default):
+            continue
+        linear = Linear.match(node)
         for used in node.all_input_nodes:
-            if is_call(node, aten.view.default):
-                continue
-            linear = Linear.match(node)
-            is_input = linear is not None and used is linear.x
-            needs.setdefault(root(used), set()).add(operand_form(linear.format) if linear and is_input else "f32")
-            if linear is not None and is_input and used is linear.residual:
-                needs[root(used)].add("f32")
+            forms = needs.setdefault(root(used), set())
+            if linear is not None and used is linear.x:
+                forms.add(operand_form(linear.format))
+            if linear is None or used is not linear.x or used is linear.residual:
+                forms.add("f32")
     return needs
