@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,9 @@ from llmc.kernels import pack
 from llmc.kernels.codes import Array, Codes
 from llmc.kernels.formats import F32, Format
 from llmc.kernels.weights import CodeReader, Reader, WeightRef
+
+Quantizer = Callable[[WeightRef, Format, Array], Codes | None]
+"""(weight, format, rows of it) -> their codes, or None: those of `kernels.codes.quantize`."""
 
 _BLOCK_ELEMENTS = 2 << 20
 """Elements of a weight that are in memory at once while it is packed (8 MiB as float32)."""
@@ -53,6 +56,11 @@ def no_codes(name: str, start: int, stop: int) -> Codes | None:
     return None
 
 
+def no_quantizer(ref: WeightRef, format: Format, rows: Array) -> Codes | None:
+    """Rounding to the nearest, as `kernels.codes.quantize` does."""
+    return None
+
+
 @dataclass
 class WeightTable:
     """The weights segment under construction. Equal recipes in the same layout are stored once."""
@@ -84,12 +92,16 @@ class WeightTable:
             self.size += -(-new.size // pack.ALIGN) * pack.ALIGN
         return self._found[key]
 
-    def blocks(self, reader: Reader, coded: CodeReader = no_codes) -> Iterator[tuple[int, memoryview]]:
+    def blocks(
+        self, reader: Reader, coded: CodeReader = no_codes, quantizer: Quantizer = no_quantizer
+    ) -> Iterator[tuple[int, memoryview]]:
         """(offset within the segment, bytes) of everything, weight by weight, in blocks of bounded size.
 
-        coded: the checkpoint's own codes, which are taken as they are where they fit the format. Regions of one matrix
-        interleave, so offsets do not only grow. Raises UserError for a weight whose values do not fit its format.
+        coded: the checkpoint's own codes, which are taken as they are where they fit the format; quantizer: for the
+        others. Regions of one matrix interleave, so offsets do not only grow. Raises UserError for a weight whose
+        values do not fit its format.
         """
+        rows_of = _Rows(reader, coded, quantizer)
         for entry in self.entries:
             if entry.constant is not None:
                 yield entry.offset, memoryview(entry.constant.to(torch.float32).numpy().tobytes())
@@ -100,13 +112,13 @@ class WeightTable:
                 )
             else:
                 try:
-                    yield from _matrix_blocks(entry, reader, coded)
+                    yield from _matrix_blocks(entry, rows_of)
                 except ValueError as error:
                     assert entry.ref is not None
                     raise UserError(f"weight {entry.ref.describe()[:200]}: {error}; build with --bf16") from error
 
 
-def _matrix_blocks(entry: Entry, reader: Reader, coded: CodeReader) -> Iterator[tuple[int, memoryview]]:
+def _matrix_blocks(entry: Entry, rows_of: _Rows) -> Iterator[tuple[int, memoryview]]:
     ref, layout = entry.ref, entry.layout
     assert ref is not None
     rows = ref.shape[0] // (2 if entry.gated else 1)
@@ -114,9 +126,9 @@ def _matrix_blocks(entry: Entry, reader: Reader, coded: CodeReader) -> Iterator[
     done = [0] * len(layout.regions)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        block = _rows(entry, reader, coded, start, stop)
+        block = rows_of(ref, entry.format, start, stop)
         if entry.gated:
-            up = _rows(entry, reader, coded, rows + start, rows + stop)
+            up = rows_of(ref, entry.format, rows + start, rows + stop)
             parts = pack.pack_gated_rows(entry.format, block, up)
         else:
             parts = pack.pack_rows(entry.format, block)
@@ -125,8 +137,21 @@ def _matrix_blocks(entry: Entry, reader: Reader, coded: CodeReader) -> Iterator[
             done[index] += part.nbytes
 
 
-def _rows(entry: Entry, reader: Reader, coded: CodeReader, start: int, stop: int) -> Array | Codes:
-    """Rows as the checkpoint's codes where the format holds exactly these, else as values."""
-    assert entry.ref is not None
-    codes = entry.ref.codes(coded, start, stop) if entry.format.group else None
-    return codes if codes is not None and codes.fit(entry.format) else entry.ref.read(reader, start, stop)
+@dataclass(frozen=True)
+class _Rows:
+    """Where the rows of a matrix come from."""
+
+    reader: Reader
+    coded: CodeReader
+    quantizer: Quantizer
+
+    def __call__(self, ref: WeightRef, format: Format, start: int, stop: int) -> Array | Codes:
+        """The checkpoint's codes where the format holds exactly these, else the quantizer's, else values."""
+        if not format.group:
+            return ref.read(self.reader, start, stop)
+        codes = ref.codes(self.coded, start, stop)
+        if codes is not None and codes.fit(format):
+            return codes
+        rows = ref.read(self.reader, start, stop)
+        found = self.quantizer(ref, format, rows)
+        return rows if found is None else found

@@ -121,8 +121,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 @_op("rope_table(Tensor positions, Tensor inv_freq, float scale) -> Tensor")
 def rope_table(positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
     """positions [T], inv_freq [ROT/2] -> [T, ROT]: cos(p f) * scale, then sin(p f) * scale."""
-    angle = positions.to(torch.float32)[:, None] * inv_freq
-    return torch.cat([angle.cos(), angle.sin()], -1) * scale
+    angle = (positions.to(torch.float32)[:, None] * inv_freq).double()  # whose sines are the same on every machine
+    return torch.cat([angle.cos(), angle.sin()], -1).to(torch.float32) * scale
 
 
 @_op("rope(Tensor x, Tensor table) -> Tensor")

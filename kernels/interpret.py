@@ -25,12 +25,12 @@ _BLOCK = 1 << 22
 """Elements of such a block."""
 
 
-def load(node: fx.Node, reader: Reader) -> Tensor:
-    """The value of a weight or constant placeholder."""
+def load(node: fx.Node, reader: Reader, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The value of a weight or constant placeholder; dtype: of weights."""
     if "constant" in node.meta:
         value: Tensor = node.meta["constant"]
         return value
-    return to_float32(node.meta["weight"].read(reader))
+    return to_float32(node.meta["weight"].read(reader)).to(dtype)
 
 
 def is_weight(node: fx.Node) -> bool:
@@ -78,9 +78,15 @@ class Body:
 
 @torch.no_grad()
 def run_body(
-    graph: fx.Graph, inputs: dict[str, Tensor], reader: Reader, done: Callable[[fx.Node], None] = lambda node: None
+    graph: fx.Graph,
+    inputs: dict[str, Tensor],
+    reader: Reader,
+    done: Callable[[fx.Node], None] = lambda node: None,
+    dtype: torch.dtype = torch.float32,
+    watch: Callable[[fx.Node, Tensor], None] | None = None,
 ) -> Body:
-    """Runs what does not depend on `rows`; inputs as for `run_graph`. `done` is called after each node."""
+    """Runs what does not depend on `rows`; inputs as for `run_graph`. `done` is called after each node, `watch` with
+    every linear and its input [T, K] before it runs. dtype: of weights, and so of what is computed."""
     tail = _downstream(graph, "rows")
     values: dict[fx.Node, Any] = {}
     last_use = {a: n for n in graph.nodes for a in n.all_input_nodes}
@@ -88,7 +94,9 @@ def run_body(
         if node.op == "placeholder" and not is_weight(node):
             values[node] = inputs.get(node.name)
         elif node.op == "call_function" and node not in tail:
-            values[node] = _call(node, values, reader, {})
+            if watch is not None and (linear := Linear.match(node)) is not None:
+                watch(node, values[linear.x])
+            values[node] = _call(node, values, reader, {}, dtype)
             for used in node.all_input_nodes:
                 if last_use[used] is node:
                     values.pop(used, None)
@@ -104,19 +112,25 @@ def _downstream(graph: fx.Graph, name: str) -> set[fx.Node]:
     return found
 
 
-def _call(node: fx.Node, values: dict[fx.Node, Any], reader: Reader, kept: dict[fx.Node, Tensor]) -> Any:
+def _call(
+    node: fx.Node,
+    values: dict[fx.Node, Any],
+    reader: Reader,
+    kept: dict[fx.Node, Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     """The value of a node. `kept`: weights loaded so far, which gains those of this node."""
 
     def value(arg: fx.Node) -> Any:
         if not is_weight(arg):
             return values[arg]
         if arg not in kept:
-            kept[arg] = load(arg, reader)
+            kept[arg] = load(arg, reader, dtype)
         return kept[arg]
 
     embed, linear = Embed.match(node), Linear.match(node)
     if embed is not None and _is_large(embed.weight):
-        return _embed(embed, value(embed.ids), reader)
+        return _embed(embed, value(embed.ids), reader).to(dtype)
     if linear is not None and not linear.gated and _is_large(linear.weight):
         bias, residual = (None if arg is None else value(arg) for arg in (linear.bias, linear.residual))
         return _linear(linear, value(linear.x), bias, residual, reader)
@@ -154,7 +168,7 @@ def _linear(op: Linear, x: Tensor, bias: Tensor | None, residual: Tensor | None,
     ref: WeightRef = op.weight.meta["weight"]
     y = x.new_empty(x.shape[0], ref.shape[0])
     for start, stop in _row_blocks(ref):
-        weight = to_float32(ref.read(reader, start, stop))
+        weight = to_float32(ref.read(reader, start, stop)).to(x.dtype)
         parts = (None if t is None else t[..., start:stop] for t in (bias, residual))
         y[:, start:stop] = OPS["linear"](x, weight, *parts, op.act, False, op.format.name)
     return y

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from llmc import accuracy
+from llmc import accuracy, calibration
 from llmc.codegen.backend import BACKENDS, CPU, Backend, Code, backend_of, parse_targets
 from llmc.codegen.cpu.compile import stopped_compilers
 from llmc.codegen.plan_writer import PlanWriter
-from llmc.codegen.weights import WeightTable
+from llmc.codegen.weights import WeightTable, no_quantizer
 from llmc.errors import UserError
 from llmc.files import check_output
 from llmc.frontend.checkpoint import Checkpoint
@@ -79,6 +79,8 @@ class BuildOptions:
     evaluate: bool = True
     eval_text: Path | None = None
     max_kl: float | None = None
+    calibrate: bool = True
+    calibration_text: Path | None = None
     sha256: str | None = None
     revision: str | None = None
     cxx: str | None = None
@@ -91,12 +93,14 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress) -
     """
     targets = parse_targets(options.targets)
     context = pass_context(options)
+    if options.calibration_text is not None and context.body_format.stored is not W4:
+        raise UserError("--calibration: only --int4 is calibrated; leave it out")
     check_output(output, "-o")
     if options.dump_ir is not None and options.dump_ir.exists() and not options.dump_ir.is_dir():
         raise UserError(f"--dump-ir {options.dump_ir}: is not a directory; name one, or one that is to be made")
     progress.stage("resolve")
     source = resolve(model, sha256=options.sha256, revision=options.revision)
-    output = check_output(output, "-o", (source.path, *([options.eval_text] if options.eval_text else [])))
+    output = check_output(output, "-o", (source.path, *(p for p in (options.eval_text, options.calibration_text) if p)))
     checkpoint = open_checkpoint(source)
     try:
         return _Build(checkpoint, output, options, targets, context, progress).run()
@@ -150,9 +154,11 @@ class _Build:
         if assets is not None and assets.chat_template is not None:
             probe_template(assets.chat_template, assets.special_tokens)
         tokens = self.eval_tokens(assets)
+        text = self.calibration_text(assets, config)
         self.progress.stage("export")
         graph = self.export(config)
-        report = self.lower(graph, config, keep_exact=tokens is not None)
+        report = self.lower(graph, config, keep_exact=tokens is not None or text is not None)
+        self.calibrate(report.exact, text)
         table = WeightTable()
         if tokens is None:
             self.measured_on = None
@@ -200,6 +206,27 @@ class _Build:
             raise UserError(f"--eval-text {path}: needs at least two tokens")
         return tokens
 
+    def calibration_text(self, assets: TokenizerAssets | None, config: Any) -> calibration.Text | None:
+        """What int4 is calibrated on; None where nothing is."""
+        options = self.options
+        if self.context.body_format.stored is not W4 or not options.calibrate:
+            return None
+        if not runnable_targets():
+            raise UserError("no target of llmc runs on this machine, so it cannot calibrate; add --no-calibration")
+        path, name = options.calibration_text or DATA / "calibration.txt", "llmc/data/calibration.txt"
+        if assets is None:
+            if options.calibration_text is not None:
+                raise UserError(f"--calibration {path}: the checkpoint has no tokenizer to read a text with")
+            return calibration.random_text(int(config.vocab_size))
+        encode = TextCodec(assets.tokenizer_json).encode
+        try:
+            text = calibration.read_text(path, name if options.calibration_text is None else path.name, encode)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--calibration {path}: cannot be read as UTF-8 text: {error}") from error
+        if not text.tokens:
+            raise UserError(f"--calibration {path}: is empty")
+        return text
+
     def export(self, config: Any) -> fx.Graph:
         model = build_meta_model(config)
         recipes = match_parameters(self.checkpoint, model)
@@ -211,6 +238,13 @@ class _Build:
         probe = (probe_batch(int(config.vocab_size)), self.reader) if self.options.check_passes else None
         self.progress.stage("passes")
         return run_pipeline(graph, self.context, probe, self.options.dump_ir, keep_exact)
+
+    def calibrate(self, graph: fx.Graph | None, text: calibration.Text | None) -> None:
+        """Sets `calibration`."""
+        self.calibration: calibration.Calibration | None = None
+        if graph is not None and text is not None:
+            with self.progress.bar("calibrate", accuracy.layers(graph), "layer") as advance:
+                self.calibration = calibration.collect(graph, self.reader, text, self.max_model_len, lambda: advance(1))
 
     def select(self, graph: fx.Graph, table: WeightTable) -> dict[Backend, Code]:
         """What every backend with a part in this build makes of the graph; all read one set of weights."""
@@ -235,7 +269,8 @@ class _Build:
             jobs = {name: pool.submit(codes[backend_of(name)].compile, name, lambda done: None) for name in quiet}
             stored = sum(e.size for e in table.entries)
             with self.progress.bar("pack weights", stored, "B") as advance:
-                blocks = table.blocks(self.reader, self.checkpoint.codes)
+                quantizer = self.calibration.quantize if self.calibration else no_quantizer
+                blocks = table.blocks(self.reader, self.checkpoint.codes, quantizer)
                 self.weights = writer.add_blocks("weights", table.size, blocks, advance)
             compiled = {name: job.result() for name, job in jobs.items()}
         for backend, code in codes.items():
@@ -316,6 +351,7 @@ class _Build:
             "generation_config": generation_section(self.checkpoint.generation_config),
             "weights": [weight_section(e) for e in table.entries],
             "memory": memory,
+            "calibration": self.calibration.text.manifest() if self.calibration else None,
             "accuracy": accuracy_section(result, self.options.eval_text),
             "provenance": provenance_section(self.checkpoint, report, self.options.cxx, tools),
         }

