@@ -22,14 +22,19 @@ _F16_MAX = 65504.0
 
 @dataclass(frozen=True)
 class Codes:
-    """q [n, G, group]: int8 in -127 … 127 of a symmetric format, else uint8 from 0 to the format's largest; K is padded
-    to whole groups with the code of zero, or any. scale and minimum [n, G] float16, minimum None where the format is
-    symmetric. value = scale * q + minimum. k: elements of a row without the padding."""
+    """q [n, G, group]: signed integers on a symmetric grid, else uint8 from 0; K is padded to whole groups with the
+    code of zero, or any. scale and minimum [n, G] float16, minimum None where the grid is symmetric.
+    value = scale * q + minimum. k: elements of a row without the padding."""
 
     q: npt.NDArray[np.integer]
     scale: Float16
     minimum: Float16 | None
     k: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[rows, elements of a row], as the values have it."""
+        return len(self.q), self.k
 
     def __len__(self) -> int:
         return len(self.q)
@@ -48,10 +53,54 @@ class Codes:
         """Whether a format can hold exactly these codes."""
         if format.group != self.q.shape[-1] or format.symmetric != (self.minimum is None):
             return False
-        low, high = (
-            (1 - 2 ** (format.bits - 1), 2 ** (format.bits - 1) - 1) if format.symmetric else (0, 2**format.bits - 1)
-        )
-        return not self.q.size or (low <= int(self.q.min()) and int(self.q.max()) <= high)
+        half = 2 ** (format.bits - 1) if format.symmetric else 0
+        return not self.q.size or (-half <= int(self.q.min()) and int(self.q.max()) < 2**format.bits - half)
+
+    def held_by(self, format: Format) -> Codes | None:
+        """The same grid in the codes of a format, or None where the format cannot hold it.
+
+        A symmetric grid becomes an asymmetric one by a minimum, which may round in float16 unless it is -8 scales; an
+        asymmetric one becomes symmetric where every minimum is a whole number of scales.
+        """
+        if format.group != self.q.shape[-1]:
+            return None
+        moved = self if format.symmetric == (self.minimum is None) else self._moved(format)
+        return moved if moved is not None and moved.fit(format) else None
+
+    def _moved(self, format: Format) -> Codes | None:
+        """From symmetric to asymmetric or back; None where that is not possible."""
+        if self.minimum is None:
+            half = 2 ** (format.bits - 1)
+            least = self.q.min(axis=-1, initial=0)
+            least = np.where((least >= -half) & (self.q.max(axis=-1, initial=0) < half), -half, least)
+            with np.errstate(over="ignore"):
+                minimum = (least * self.scale.astype(np.float32)).astype(np.float16)
+            if not np.isfinite(minimum).all():
+                return None
+            shifted = self.q.astype(np.int16) - least[..., None]
+            if shifted.size and int(shifted.max()) > 255:
+                return None
+            return Codes(shifted.astype(np.uint8), self.scale, minimum, self.k)
+        scale, minimum = self.scale.astype(np.float32), self.minimum.astype(np.float32)
+        zero = np.clip(np.rint(minimum / np.where(scale != 0, scale, 1)), -256, 256)
+        if not (zero * scale == minimum).all():
+            return None
+        return Codes(self.q.astype(np.int16) + zero.astype(np.int16)[..., None], self.scale, None, self.k)
+
+
+def grid_codes(q: npt.NDArray[np.integer], scale: Array, minimum: Array | None, k: int) -> Codes | None:
+    """Codes of a grid whose scales [n, G], and minima, are float32: rounded to float16, or None where float16 does not
+    hold them: one is not finite, or the rounding is more than a thousandth of the row's largest."""
+    halves: list[Float16] = []
+    for values in (scale,) if minimum is None else (scale, minimum):
+        with np.errstate(over="ignore", invalid="ignore"):
+            half = values.astype(np.float16)
+            error = np.abs(half.astype(np.float32) - values)
+        largest = np.abs(values).max(axis=-1, keepdims=True, initial=0)
+        if not (np.isfinite(half).all() and (error <= largest / 1024).all()):
+            return None
+        halves.append(half)
+    return Codes(q, halves[0], halves[1] if minimum is not None else None, k)
 
 
 def stack(parts: Sequence[Codes]) -> Codes | None:

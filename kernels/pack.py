@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from llmc.kernels.codes import Array, Codes, quantize
+from llmc.kernels.codes import Array, Codes, quantize, stack
 from llmc.kernels.formats import BF16, F32, W4, W8, Format
 
 Bytes = npt.NDArray[np.uint8]
@@ -77,8 +77,8 @@ def pack_rows(format: Format, rows: Array | Codes) -> tuple[Bytes, ...]:
     rows: float32 [n, K], or codes that fit the format. n is a multiple of 16 except in the last block of a matrix,
     which is padded with zero rows. Raises ValueError for a weight that a scale in float16 cannot reach.
     """
-    n, k = (len(rows), rows.k) if isinstance(rows, Codes) else rows.shape
-    step = max(LANES, _ROWS_AT_ONCE // max(k, 1) // LANES * LANES)
+    n, k = rows.shape
+    step = _rows_at_once(k)
     blocks = [_pack_block(format.stored, rows[i : i + step]) for i in range(0, n, step)]
     if len(blocks) == 1:
         return blocks[0]
@@ -87,16 +87,27 @@ def pack_rows(format: Format, rows: Array | Codes) -> tuple[Bytes, ...]:
     return tuple(np.concatenate(parts) for parts in zip(*blocks, strict=True))
 
 
+def quantize_rows(format: Format, rows: Array) -> Codes:
+    """`quantize` of rows [n, K], as many at once as the cache holds."""
+    step = _rows_at_once(rows.shape[1])
+    found = stack([quantize(format, rows[i : i + step]) for i in range(0, max(len(rows), 1), step)])
+    assert found is not None
+    return found
+
+
+def _rows_at_once(k: int) -> int:
+    return max(LANES, _ROWS_AT_ONCE // max(k, 1) // LANES * LANES)
+
+
 def pack_gated_rows(format: Format, gate: Array | Codes, up: Array | Codes) -> tuple[Bytes, ...]:
     """`pack_rows` of the same rows of two matrices [n, K] for a gated product: their tiles alternate."""
-    (n, k), other = ((len(x), x.k) if isinstance(x, Codes) else x.shape for x in (gate, up))
-    if (n, k) != other:
-        raise ValueError(f"gate {(n, k)} and up {other} differ in shape")
-    parts = zip(_tile_bytes(format, k), pack_rows(format, gate), pack_rows(format, up), strict=True)
+    if gate.shape != up.shape:
+        raise ValueError(f"gate {gate.shape} and up {up.shape} differ in shape")
+    parts = zip(_tile_bytes(format, gate.shape[1]), pack_rows(format, gate), pack_rows(format, up), strict=True)
     return tuple(np.stack([g.reshape(-1, size), u.reshape(-1, size)], axis=1).reshape(-1) for (_, size), g, u in parts)
 
 
-def pack(format: Format, rows: Array, up: Array | None = None) -> bytes:
+def pack(format: Format, rows: Array | Codes, up: Array | Codes | None = None) -> bytes:
     """A whole packed matrix as one byte string; with `up`, a gated one. For tests and small matrices."""
     layout = packed_layout(format, rows.shape[0], rows.shape[1], gated=up is not None)
     parts = pack_rows(format, rows) if up is None else pack_gated_rows(format, rows, up)

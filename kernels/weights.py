@@ -37,6 +37,10 @@ class WeightRef:
         """The same rows of a matrix as exact codes, or None where the recipe computes with values."""
         return None
 
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the checkpoint's tensors that it comes from."""
+        return ()
+
     def describe(self) -> str:
         """The recipe in one line, for the manifest and for IR dumps."""
         raise NotImplementedError(type(self).__name__)
@@ -53,6 +57,9 @@ class Stored(WeightRef):
 
     def codes(self, reader: CodeReader, start: int = 0, stop: int | None = None) -> Codes | None:
         return reader(self.name, start, self.shape[0] if stop is None else stop)
+
+    def tensors(self) -> tuple[str, ...]:
+        return (self.name,)
 
     def describe(self) -> str:
         return self.name
@@ -79,6 +86,9 @@ class Transposed(WeightRef):
     def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> Array:
         return np.ascontiguousarray(self.of.read(reader)[:, start:stop].T)
 
+    def tensors(self) -> tuple[str, ...]:
+        return self.of.tensors()
+
     def describe(self) -> str:
         return f"transpose({self.of.describe()})"
 
@@ -94,6 +104,9 @@ class Affine(WeightRef):
     def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> Array:
         rows = self.of.read(reader, start, stop)
         return rows * np.float32(self.scale) + np.float32(self.shift)
+
+    def tensors(self) -> tuple[str, ...]:
+        return self.of.tensors()
 
     def describe(self) -> str:
         return f"affine({self.of.describe()}, {self.scale!r}, {self.shift!r})"
@@ -129,6 +142,9 @@ class Concat(WeightRef):
                 yield part, lo, hi
             base += part.shape[0]
 
+    def tensors(self) -> tuple[str, ...]:
+        return tuple(name for part in self.parts for name in part.tensors())
+
     def describe(self) -> str:
         return "concat(" + ", ".join(p.describe() for p in self.parts) + ")"
 
@@ -147,6 +163,9 @@ class Rows(WeightRef):
     def codes(self, reader: CodeReader, start: int = 0, stop: int | None = None) -> Codes | None:
         stop = self.shape[0] if stop is None else stop
         return self.of.codes(reader, self.start + start, self.start + stop)
+
+    def tensors(self) -> tuple[str, ...]:
+        return self.of.tensors()
 
     def describe(self) -> str:
         return f"rows({self.of.describe()}, {self.start}, {self.start + self.shape[0]})"

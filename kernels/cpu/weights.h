@@ -5,7 +5,7 @@
 // Quantised formats pad K to Kp, a multiple of 32, with zeros and have one scale per row and group of 32 elements.
 //   F32   data f32 [N/16][K][16]
 //   BF16  data u16 [N/16][K][16]
-//   W8    data u8  [N/16][Kp/4][16][4], element q + 128 with q in [-127, 127]; scale f16 [N/16][Kp/32][16]
+//   W8    data u8  [N/16][Kp/4][16][4], element q + 128 with q in [-128, 127]; scale f16 [N/16][Kp/32][16]
 //         value = scale * q
 //   W4    data u8  [N/16][Kp/32][4][16][4]: byte (j, lane, i) of a group has element 4*j+i in its low four bits and
 //         element 16+4*j+i in its high four; scale, min f16 [N/16][Kp/32][16]; value = scale * u + min, u in [0, 15]

@@ -26,6 +26,7 @@ from cpu_harness import (
 )
 
 from llmc.kernels import pack
+from llmc.kernels.codes import Codes
 from llmc.kernels.formats import find_format
 
 FORMATS = ("f32", "bf16", "w8", "w4")
@@ -147,6 +148,20 @@ def test_linear(unit, fmt, t):
     assert (np.abs(got - (a @ b.T + bias + residual)) <= tolerance).all()
     plain = product(unit, "linear", fmt, x, packed, N, None, NO_MAT)
     assert (np.abs(plain - a @ b.T) <= tolerance).all()
+
+
+@pytest.mark.parametrize("t", [1, 5, 33])
+def test_int8_weights_use_the_lowest_code(unit, t):
+    """-128 comes from checkpoints that are quantised already; whole groups of it meet the largest activations."""
+    rng = np.random.default_rng(t)
+    q = rng.choice(np.array([-128, 0, 127], np.int8), (N, 4, 32))
+    q[0] = -128
+    codes = Codes(q, rng.random((N, 4)).astype(np.float16), None, K)
+    x = rng.choice(np.array([-1, 1], np.float32), (t, K))
+    x[0] = 1
+    got = product(unit, "linear", "w8", x, Packed("w8", codes), N, None, NO_MAT)
+    a, b = effective(unit, "w8", x), codes.values().astype(np.float64)
+    assert (np.abs(got - a @ b.T) <= 1e-6 * (np.abs(a) @ np.abs(b).T + 1)).all()
 
 
 @pytest.mark.parametrize("fmt", ["f32", "w8"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmc.kernels import formats, pack
-from llmc.kernels.codes import Codes, quantize, stack
+from llmc.kernels.codes import Codes, grid_codes, quantize, stack
 from llmc.kernels.formats import BF16, F32, FORMATS, W4, W4A16, W8, W8A16, Format, find_format
 
 RNG = np.random.default_rng(0)
@@ -54,11 +54,57 @@ def test_codes_pack_as_the_values_that_they_stand_for(format: Format) -> None:
 
 def test_codes_out_of_a_formats_range_do_not_fit() -> None:
     codes = codes_of(W8)
-    low = Codes(np.where(codes.q == codes.q.min(), -128, codes.q).astype(np.int8), codes.scale, None, codes.k)
-    assert codes.fit(W8) and not low.fit(W8)
+    for least, fits in ((-128, True), (-129, False)):
+        low = Codes(np.where(codes.q == codes.q.min(), least, codes.q.astype(np.int16)), codes.scale, None, codes.k)
+        assert low.fit(W8) is fits and (low.held_by(W8) is low) is fits
     wide = Codes(np.full((4, 1, 64), 3, np.int8), np.ones((4, 1), np.float16), None, 64)
     assert not wide.fit(W8), "another group"
     assert not codes.fit(F32)
+
+
+def test_a_symmetric_grid_is_held_by_an_asymmetric_format() -> None:
+    """q = -8 … 7 exactly, by a minimum of -8 scales; other ranges of 16 levels but for the rounding of the minimum."""
+    scale = (RNG.random((16, 2)) * 0.01 + 0.001).astype(np.float16)
+    for least in (-8, -3, -15, 0):
+        q = RNG.integers(least, least + 16, (16, 2, 32)).astype(np.int8)
+        q[..., 0], q[..., 1] = least, least + 15
+        codes = Codes(q, scale, None, 64)
+        held = codes.held_by(W4)
+        assert held is not None and held.fit(W4)
+        np.testing.assert_array_equal(held.q.astype(int) - (8 if least == -8 else -least), q)
+        if least in (-8, 0):
+            np.testing.assert_array_equal(held.values(), codes.values())
+        np.testing.assert_allclose(held.values(), codes.values(), rtol=0, atol=15 * 2.0**-11 * float(scale.max()))
+        assert codes.held_by(W8) is codes
+    assert Codes(RNG.integers(-8, 9, (16, 2, 32)).astype(np.int8), scale, None, 64).held_by(W4) is None
+    huge = Codes(np.full((1, 1, 32), -8, np.int8), np.full((1, 1), 60000, np.float16), None, 32)
+    assert huge.held_by(W4) is None, "the minimum is beyond float16"
+
+
+def test_an_asymmetric_grid_with_whole_zeros_is_held_by_a_symmetric_format() -> None:
+    u = RNG.integers(0, 16, (16, 2, 32)).astype(np.uint8)
+    scale = (RNG.integers(1, 50, (16, 2)) / 1024).astype(np.float16)
+    zero = RNG.integers(0, 16, (16, 2)).astype(np.float16)
+    codes = Codes(u, scale, -zero * scale, 64)
+    held = codes.held_by(W8)
+    assert held is not None and held.minimum is None and held.fit(W8)
+    np.testing.assert_array_equal(held.values(), codes.values())
+    assert Codes(u, scale, (-zero - np.float16(0.5)) * scale, 64).held_by(W8) is None
+    assert codes.held_by(F32) is None
+
+
+def test_scales_that_float16_does_not_hold_give_no_codes() -> None:
+    q = RNG.integers(-8, 8, (4, 2, 32)).astype(np.int8)
+    scale = np.full((4, 2), 0.01, np.float32)
+    assert grid_codes(q, scale, None, 64) is not None
+    for wrong in (70000.0, np.inf, np.nan):
+        broken = scale.copy()
+        broken[2, 1] = wrong
+        assert grid_codes(q, broken, None, 64) is None and grid_codes(q, scale, broken, 64) is None
+    assert grid_codes(q, np.full((4, 2), 1e-7, np.float32), None, 64) is None, "below float16's range"
+    small = scale.copy()
+    small[:, 1] = 1e-7
+    assert grid_codes(q, small, None, 64) is not None, "small beside the rest of its row"
 
 
 def test_rows_of_codes_are_taken_and_put_together() -> None:

@@ -19,6 +19,7 @@ from triton_harness import (
     same_bits,
 )
 
+from llmc.kernels.codes import Codes
 from llmc.kernels.dialect import OPS
 from llmc.kernels.formats import find_format
 from llmc.kernels.quant import fake_quantize
@@ -97,6 +98,18 @@ def test_plain(fmt, t):
     form, values = activations(fmt, x)
     got = product(stored(fmt, parts), form, fmt=fmt, bias=bias, residual=residual, bn=64)
     close(got.values(), dialect(fmt, values, parts, bias, residual), 1e-6)
+
+
+@pytest.mark.parametrize("fmt", ["w8", "w8a16"])
+def test_int8_weights_use_the_lowest_code(fmt):
+    rng = np.random.default_rng(5)
+    q = rng.choice(np.array([-128, 0, 127], np.int8), (72, 4, 32))
+    q[0] = -128
+    codes = Codes(q, rng.random((72, 4)).astype(np.float16), None, 100)
+    x = torch.from_numpy(rng.choice(np.array([-1, 1], np.float32), (5, 100)))
+    form, values = activations(fmt, x)
+    got = product(DeviceWeight("w8", codes), form, fmt=fmt, bn=64)
+    close(got.values(), values @ torch.from_numpy(codes.values()).T, 1e-3 if fmt == "w8a16" else 1e-6)
 
 
 @pytest.mark.parametrize("fmt", ["w8", "w4", "w8a16", "w4a16", "bf16", "f32"])
