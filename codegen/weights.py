@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -51,11 +52,6 @@ class Entry:
         return next((self.offset + r.offset for r in self.layout.regions if r.name == name), None)
 
 
-def no_codes(name: str, start: int, stop: int) -> Codes | None:
-    """The codes of a checkpoint that is not quantised."""
-    return None
-
-
 def no_quantizer(ref: WeightRef, format: Format, rows: Array) -> Codes | None:
     """Rounding to the nearest, as `kernels.codes.quantize` does."""
     return None
@@ -63,10 +59,15 @@ def no_quantizer(ref: WeightRef, format: Format, rows: Array) -> Codes | None:
 
 @dataclass
 class WeightTable:
-    """The weights segment under construction. Equal recipes in the same layout are stored once."""
+    """The weights segment under construction. Equal recipes in the same layout are stored once.
+
+    kept: (tensor of a quantised checkpoint, format it was packed in) -> whether that holds all of the tensor's own
+    codes; filled by `blocks`.
+    """
 
     entries: list[Entry] = field(default_factory=list)
     size: int = 0
+    kept: dict[tuple[str, Format], bool] = field(default_factory=dict)
     _found: dict[Hashable, Entry] = field(default_factory=dict)
 
     def matrix(self, ref: WeightRef, format: Format, gated: bool) -> Entry:
@@ -93,15 +94,14 @@ class WeightTable:
         return self._found[key]
 
     def blocks(
-        self, reader: Reader, coded: CodeReader = no_codes, quantizer: Quantizer = no_quantizer
+        self, reader: Reader, coded: CodeReader | None = None, quantizer: Quantizer = no_quantizer
     ) -> Iterator[tuple[int, memoryview]]:
         """(offset within the segment, bytes) of everything, weight by weight, in blocks of bounded size.
 
-        coded: the checkpoint's own codes, which are taken as they are where they fit the format; quantizer: for the
-        others. Regions of one matrix interleave, so offsets do not only grow. Raises UserError for a weight whose
-        values do not fit its format.
+        coded: the checkpoint's own codes, which are taken as they are where the format holds them; quantizer: for
+        what it does not hold. Regions of one matrix interleave, so offsets do not only grow. Raises UserError for a
+        weight whose values do not fit its format.
         """
-        rows_of = _Rows(reader, coded, quantizer)
         for entry in self.entries:
             if entry.constant is not None:
                 yield entry.offset, memoryview(entry.constant.to(torch.float32).numpy().tobytes())
@@ -112,13 +112,42 @@ class WeightTable:
                 )
             else:
                 try:
-                    yield from _matrix_blocks(entry, rows_of)
+                    yield from _matrix_blocks(entry, partial(self._rows, entry, reader, coded, quantizer))
                 except ValueError as error:
                     assert entry.ref is not None
                     raise UserError(f"weight {entry.ref.describe()[:200]}: {error}; build with --bf16") from error
 
+    def _rows(
+        self, entry: Entry, reader: Reader, coded: CodeReader | None, quantizer: Quantizer, start: int, stop: int
+    ) -> Array | Codes:
+        """Rows of a matrix: values, or codes: with `coded` tensor by tensor the checkpoint's own, else quantised."""
+        ref, format = entry.ref, entry.format
+        assert ref is not None
+        if not format.group:
+            return ref.read(reader, start, stop)
 
-def _matrix_blocks(entry: Entry, rows_of: _Rows) -> Iterator[tuple[int, memoryview]]:
+        def quantized(rows: Array) -> Codes:
+            return quantizer(ref, format, rows) or pack.quantize_rows(format, rows)
+
+        def codes_of(name: str, lo: int, hi: int) -> Codes:
+            own = None if coded is None else coded(name, lo, hi)
+            held = None if own is None else own.held_by(format)
+            self.kept[name, format] = self.kept.get((name, format), True) and held is not None
+            return quantized(reader(name, lo, hi)) if held is None else held
+
+        found = None if coded is None else ref.codes(codes_of, start, stop)
+        if found is None:
+            if coded is not None:  # the recipe computes with values
+                self.kept |= {(name, format): False for name in ref.tensors()}
+            return quantized(ref.read(reader, start, stop))
+        return found
+
+
+Rows = Callable[[int, int], Array | Codes]
+"""(first row, end row) -> those rows of a matrix."""
+
+
+def _matrix_blocks(entry: Entry, read: Rows) -> Iterator[tuple[int, memoryview]]:
     ref, layout = entry.ref, entry.layout
     assert ref is not None
     rows = ref.shape[0] // (2 if entry.gated else 1)
@@ -126,32 +155,11 @@ def _matrix_blocks(entry: Entry, rows_of: _Rows) -> Iterator[tuple[int, memoryvi
     done = [0] * len(layout.regions)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        block = rows_of(ref, entry.format, start, stop)
+        block = read(start, stop)
         if entry.gated:
-            up = rows_of(ref, entry.format, rows + start, rows + stop)
-            parts = pack.pack_gated_rows(entry.format, block, up)
+            parts = pack.pack_gated_rows(entry.format, block, read(rows + start, rows + stop))
         else:
             parts = pack.pack_rows(entry.format, block)
         for index, (region, part) in enumerate(zip(layout.regions, parts, strict=True)):
             yield entry.offset + region.offset + done[index], memoryview(part.data)
             done[index] += part.nbytes
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Where the rows of a matrix come from."""
-
-    reader: Reader
-    coded: CodeReader
-    quantizer: Quantizer
-
-    def __call__(self, ref: WeightRef, format: Format, start: int, stop: int) -> Array | Codes:
-        """The checkpoint's codes where the format holds exactly these, else the quantizer's, else values."""
-        if not format.group:
-            return ref.read(self.reader, start, stop)
-        codes = ref.codes(self.coded, start, stop)
-        if codes is not None and codes.fit(format):
-            return codes
-        rows = ref.read(self.reader, start, stop)
-        found = self.quantizer(ref, format, rows)
-        return rows if found is None else found

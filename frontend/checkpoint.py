@@ -10,15 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from llmc.kernels.codes import Codes
+from llmc.kernels.formats import Format
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as Hugging Face names and shapes it. `dtype` is the stored type: "F32", "BF16", "Q4_1" …"""
+    """A tensor as Hugging Face names and shapes it. `dtype` is the stored type: "F32", "BF16", "Q4_1", "GPTQ int4" …
+    grid: of a matrix that is quantised already, the format that it is taken in as stored; it holds the tensor's codes
+    where the checkpoint gives such, else 8 bits that the values round to."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    grid: Format | None = None
 
 
 class Checkpoint(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ import numpy.typing as npt
 from llmc.errors import UserError
 from llmc.frontend.checkpoint import TensorInfo
 from llmc.frontend.config import build_config, normalise_config, quiet_transformers
-from llmc.frontend.gguf_codes import CODED, block_codes
+from llmc.frontend.gguf_codes import block_codes, grid_format
 from llmc.frontend.gguf_config import apply_positions, apply_rope_factors, gguf_config
 from llmc.frontend.gguf_header import GgufTensor, read_gguf_header
 from llmc.frontend.rawfile import RawFile, check_finite, row_range, sha256_of
 from llmc.kernels.codes import Codes
+from llmc.kernels.formats import W8
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _PLAIN = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
@@ -35,11 +36,13 @@ _STOP_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How a model tensor comes out of the file: from `sources`, and `as_stored` when no transform applies."""
+    """How a model tensor comes out of the file: from `sources`, and `as_stored` when no transform applies.
+    order: the file's row for each row, where the transform of a matrix does no more than to reorder rows."""
 
     info: TensorInfo
     sources: tuple[GgufTensor, ...]
     as_stored: bool
+    order: npt.NDArray[np.int64] | None = None
 
 
 class GgufCheckpoint:
@@ -97,11 +100,13 @@ class GgufCheckpoint:
     def codes(self, name: str, start: int, stop: int) -> Codes | None:
         recipe = self._recipes[name]
         tensor = recipe.sources[0]
-        if not recipe.as_stored or len(tensor.shape) != 2 or tensor.kind.name not in CODED:
+        if recipe.info.grid is None or not (recipe.as_stored or recipe.order is not None):
             return None
-        first, rows, _ = row_range(name, tensor.shape, start, stop)
-        raw = self._file.read(tensor.begin + first * tensor.row_bytes, rows * tensor.row_bytes)
-        return block_codes(tensor.kind.name, raw.reshape(rows, -1), tensor.shape[1])
+        first, rows, k = row_range(name, tensor.shape, start, stop)
+        wanted = np.arange(first, first + rows) if recipe.order is None else recipe.order[first : first + rows]
+        first, last = (int(wanted.min()), int(wanted.max())) if rows else (0, -1)
+        raw = self._file.read(tensor.begin + first * tensor.row_bytes, (last + 1 - first) * tensor.row_bytes)
+        return block_codes(tensor.kind.name, raw.reshape(-1, tensor.row_bytes)[wanted - first], k)
 
     def _whole(self, name: str, recipe: _Recipe) -> npt.NDArray[np.float32]:
         """All of a transformed tensor; the last one is kept, since its rows are usually asked for in turn."""
@@ -190,7 +195,29 @@ class GgufCheckpoint:
         if name not in made:
             raise UserError(f"{self.path}: tensor {stored.name} could not be turned into {name}: use the safetensors")
         as_stored = len(sources) == 1 and made[name] is stand_ins[0]
-        return _Recipe(TensorInfo(name, tuple(made[name].shape), stored.kind.name), sources, as_stored)
+        shape = tuple(made[name].shape)
+        grid = grid_format(stored.kind.name) if len(shape) == 2 else None
+        order = None
+        if grid is not None and not as_stored:
+            order = self._row_order(name, sources) if len(sources) == 1 and shape == stored.shape else None
+            grid = W8 if order is None else grid  # made of values
+        return _Recipe(TensorInfo(name, shape, stored.kind.name, grid), sources, as_stored, order)
+
+    def _row_order(self, name: str, sources: tuple[GgufTensor, ...]) -> npt.NDArray[np.int64] | None:
+        """The row of the file for each row of a matrix, if its transform only reorders rows: tried on a few columns of
+        numbers that name their place."""
+        rows, columns = sources[0].shape[0], min(4, sources[0].shape[1])
+        places = np.arange(rows * columns).reshape(rows, columns)
+        narrow = replace(sources[0], shape=(rows, columns))
+        try:
+            found = self._transform((narrow,), [places]).get(name)
+        except ValueError:  # it looks at the columns, too
+            return None
+        if found is None or found.shape != places.shape:
+            return None
+        order: npt.NDArray[np.int64] = found[:, 0] // columns
+        same = np.array_equal(found, places[np.clip(order, 0, rows - 1)])
+        return order if same and np.array_equal(np.sort(order), np.arange(rows)) else None
 
     def _transform(self, sources: tuple[GgufTensor, ...], arrays: list[Any]) -> dict[str, Any]:
         """transformers' value transforms over the sources of one model tensor: {model name: array}."""

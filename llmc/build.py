@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from llmc.frontend.open import match_parameters, open_checkpoint
 from llmc.frontend.source import resolve
 from llmc.frontend.tokenizer import TokenizerAssets, load_tokenizer
 from llmc.frontend.tokens_major import import_graph
-from llmc.kernels.formats import BF16, F32, W4, W8
+from llmc.kernels.formats import BF16, F32, W4, W8, Format
 from llmc.kernels.weights import Reader
 from llmc.kv_page import PAGE_SIZE
 from llmc.manifest import (
@@ -49,6 +49,7 @@ from llmc.runtime.cpu.targets import runnable_targets
 from llmc.runtime.detokenizer import TextCodec
 from llmc.runtime.template_process import probe_template
 from llmc.runtime.threads import default_threads
+from llmc.stored import stored_lines, stored_weights
 
 PRECISIONS = {"fp32": (F32, F32, "f32"), "bf16": (BF16, BF16, "bf16"), "int8": (W8, W8, "bf16"),
               "int4": (W4, W8, "bf16")}  # fmt: skip
@@ -67,9 +68,15 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """The flags of `llmc build`; see its help. targets: names as the user wrote them, () is DEFAULT_TARGETS."""
+    """The flags of `llmc build`; see its help. targets: names as the user wrote them, () is DEFAULT_TARGETS.
 
-    precision: str = "int8"
+    precision: None is as stored, and int8 for what is not quantised. as_stored: True keeps every grid of a quantised
+    checkpoint in the format that holds it, False quantises its values, None keeps grids where the precision that was
+    asked for holds them.
+    """
+
+    precision: str | None = None
+    as_stored: bool | None = None
     weight_only: bool = False
     kv_cache_dtype: str | None = None
     targets: tuple[str, ...] = ()
@@ -92,7 +99,7 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress) -
     Raises UserError for whatever the user can mend; then nothing is left at `output` that was not there before.
     """
     targets = parse_targets(options.targets)
-    context = pass_context(options)
+    context = pass_context(options)  # flags that do not go together are refused before anything is read
     if options.calibration_text is not None and context.body_format.stored is not W4:
         raise UserError("--calibration: only --int4 is calibrated; leave it out")
     check_output(output, "-o")
@@ -103,20 +110,24 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress) -
     output = check_output(output, "-o", (source.path, *(p for p in (options.eval_text, options.calibration_text) if p)))
     checkpoint = open_checkpoint(source)
     try:
+        grids = {name: info.grid for name, info in checkpoint.tensors.items() if info.grid is not None}
+        context = pass_context(options, grids)
         return _Build(checkpoint, output, options, targets, context, progress).run()
     finally:
         checkpoint.close()
 
 
-def pass_context(options: BuildOptions) -> PassContext:
-    """Raises UserError for flags that do not go together."""
-    body, head, kv = PRECISIONS[options.precision]
+def pass_context(options: BuildOptions, grids: Mapping[str, Format] | None = None) -> PassContext:
+    """grids: of the checkpoint's quantised tensors. Raises UserError for flags that do not go together."""
+    body, head, kv = PRECISIONS[options.precision or "int8"]
     if options.weight_only:
         weights, head_weights = body.weight_only, head.weight_only
         if weights is None or head_weights is None:
             raise UserError("--weight-only: needs --int8 or --int4; other weights are not quantised")
         body, head = weights, head_weights
-    return PassContext(body, head, KV_DTYPES[options.kv_cache_dtype] if options.kv_cache_dtype else kv)
+    kept = options.precision is None if options.as_stored is None else options.as_stored
+    kv = KV_DTYPES[options.kv_cache_dtype] if options.kv_cache_dtype else kv
+    return PassContext(body, head, kv, (grids or {}) if kept else {})
 
 
 class _Build:
@@ -134,6 +145,8 @@ class _Build:
         self.checkpoint, self.output, self.options = checkpoint, output, options
         self.targets, self.context, self.progress = targets, context, progress
         self.reader: Reader = checkpoint.read
+        quantised = any(info.grid is not None for info in checkpoint.tensors.values())
+        self.codes = checkpoint.codes if quantised and options.as_stored is not False else None
         self.measured_on = self._measuring_target()
 
     def _measuring_target(self) -> str | None:
@@ -270,9 +283,12 @@ class _Build:
             stored = sum(e.size for e in table.entries)
             with self.progress.bar("pack weights", stored, "B") as advance:
                 quantizer = self.calibration.quantize if self.calibration else no_quantizer
-                blocks = table.blocks(self.reader, self.checkpoint.codes, quantizer)
+                blocks = table.blocks(self.reader, self.codes, quantizer)
                 self.weights = writer.add_blocks("weights", table.size, blocks, advance)
             compiled = {name: job.result() for name, job in jobs.items()}
+        self.stored = stored_weights(table, self.checkpoint)
+        for line in stored_lines(self.stored):
+            self.progress.stage(line)
         for backend, code in codes.items():
             for name in self.targets_of(backend):
                 if name not in compiled:
@@ -320,6 +336,12 @@ class _Build:
             raise UserError(f"mean KL {result.kl:.4g} is over --max-kl {limit:g}; no plan was written")
         return result
 
+    def precision(self) -> str:
+        """What the plan calls its precision."""
+        asked = self.options.precision or "int8"
+        named = f"as stored, else {asked}" if self.context.grids else asked
+        return named + (" weight-only" if self.options.weight_only else "")
+
     def manifest(
         self,
         table: WeightTable,
@@ -334,7 +356,7 @@ class _Build:
         code = next(iter(codes.values()))
         layers = report.counts["kv_layout"]
         model = model_section(config, code.vocab_size, layers, self.max_model_len, code.kv_page_bytes) | {
-            "precision": self.options.precision + (" weight-only" if self.options.weight_only else ""),
+            "precision": self.precision(),
             "kv_dtype": self.context.kv_dtype,
         }
         memory: dict[str, Any] = {"weight_bytes": sum(e.size for e in table.entries)}
@@ -353,7 +375,7 @@ class _Build:
             "memory": memory,
             "calibration": self.calibration.text.manifest() if self.calibration else None,
             "accuracy": accuracy_section(result, self.options.eval_text),
-            "provenance": provenance_section(self.checkpoint, report, self.options.cxx, tools),
+            "provenance": provenance_section(self.checkpoint, report, self.options.cxx, tools, self.stored),
         }
 
 

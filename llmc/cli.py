@@ -65,10 +65,18 @@ def main() -> None:
 
 @main.command()
 @click.argument("model")
-@click.option("--int8", is_flag=True, help="Precision: 8-bit weights and activations (the default).")
+@click.option(
+    "--int8", is_flag=True, help="Precision: 8-bit weights and activations (the default for what is not quantised)."
+)
 @click.option("--int4", is_flag=True, help="Precision: 4-bit weights, 8-bit activations and head.")
 @click.option("--bf16", is_flag=True, help="Precision: bfloat16 weights, float32 activations.")
 @click.option("--fp32", is_flag=True, help="Precision: float32 throughout.")
+@click.option(
+    "--as-stored/--no-as-stored",
+    default=None,
+    help="Weights that are quantised already keep their own grid, in the format that holds it (the default without a "
+    "precision; with one, where it holds them). --no-as-stored: quantise their values.",
+)
 @click.option(
     "--weight-only", is_flag=True, help="Keep activations in 16 bits (with --int8, --int4; GPU targets only)."
 )
@@ -134,7 +142,7 @@ def build(
         raise UserError(f"{' and '.join(f'--{name}' for name in asked)} are different precisions; give one")
     if no_calibration and flags["calibration_text"] is not None:
         raise UserError("--calibration and --no-calibration exclude each other; give one")
-    flags["precision"] = asked[0] if asked else "int8"
+    flags["precision"] = asked[0] if asked else None
     try:
         with plain_interrupt():
             from llmc.build import BuildOptions, peak_memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.tokenizer import TokenizerAssets
 from llmc.kv_page import PAGE_SIZE
 from llmc.passes.pipeline import PipelineReport
+from llmc.stored import StoredWeights
 
 DATA = Path(__file__).parent / "data"
 _TOOLS = ("torch", "transformers", "ziglang", "numpy", "tokenizers")
@@ -53,10 +55,16 @@ def accuracy_section(result: Accuracy | None, eval_text: Path | None) -> dict[st
 
 
 def provenance_section(
-    checkpoint: Checkpoint, report: PipelineReport, cxx: str | None, backend_tools: Sequence[str]
+    checkpoint: Checkpoint,
+    report: PipelineReport,
+    cxx: str | None,
+    backend_tools: Sequence[str],
+    stored: Sequence[StoredWeights],
 ) -> dict[str, Any]:
-    """backend_tools: packages that the plan's code depends on besides those of every build."""
-    return {
+    """backend_tools: packages that the plan's code depends on besides those of every build. stored: what became of
+    the weights of a quantised checkpoint."""
+    grids = {"quantised_weights": [asdict(weights) for weights in stored]} if stored else {}
+    return grids | {
         "checkpoint": {"name": checkpoint.source_label, "sha256": checkpoint.digest},
         "llmc": llmc.__version__,
         "tools": {name: metadata.version(name).partition("+")[0] for name in (*_TOOLS, *backend_tools)},

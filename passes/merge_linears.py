@@ -3,6 +3,7 @@
 linear(x, A), linear(x, B), …                       ->  slices of linear(x, concat(A, B, …))
 gated_act(linear(x, G), linear(x, U), kind)         ->  linear(x, concat(G, U), act=kind, gated)
 gated_act(y[:, :F], y[:, F:], kind), y = linear(…)  ->  linear(…, act=kind, gated)        (stored merged: Phi-3)
+Weights that keep grids of different formats stay apart: one matrix has one format.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from llmc.kernels.dialect import OPS
+from llmc.kernels.formats import Format
 from llmc.kernels.ops import GatedAct, Linear
 from llmc.kernels.weights import WeightRef, Zeros, concat
 from llmc.passes.match import (
@@ -25,23 +27,28 @@ from llmc.passes.match import (
     shape,
     weight,
 )
+from llmc.passes.quantize import format_of
 from llmc.passes.result import PassContext, PassResult
 
 
 def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     skipped: list[tuple[str, str]] = []
     weights = WeightNodes(graph)
-    count = sum(_merge_gated(weights, node, skipped) for node in calls(graph, OPS["gated_act"]))
-    groups: dict[fx.Node, list[fx.Node]] = {}
+    count = sum(_merge_gated(weights, node, ctx, skipped) for node in calls(graph, OPS["gated_act"]))
+    groups: dict[tuple[fx.Node, Format], list[fx.Node]] = {}
     for node in calls(graph, OPS["linear"]):
         linear = Linear.of(node)
         if linear.plain and node.users:
-            groups.setdefault(linear.x, []).append(node)
+            groups.setdefault((linear.x, _format(linear, ctx)), []).append(node)
     for nodes in groups.values():
         if len(nodes) > 1:
             _merge(weights, nodes)
             count += 1
     return PassResult(count, skipped)
+
+
+def _format(linear: Linear, ctx: PassContext) -> Format:
+    return format_of(weight(linear.weight), ctx.body_format, ctx)
 
 
 def _plain_linear(node: Any) -> Linear | None:
@@ -73,7 +80,7 @@ def _merge(weights: WeightNodes, nodes: list[fx.Node]) -> None:
         base += size
 
 
-def _merge_gated(weights: WeightNodes, node: fx.Node, skipped: list[tuple[str, str]]) -> int:
+def _merge_gated(weights: WeightNodes, node: fx.Node, ctx: PassContext, skipped: list[tuple[str, str]]) -> int:
     gated = GatedAct.of(node)
     first, second = last_dim_slice(gated.gate), last_dim_slice(gated.up)
     if first is not None and second is not None and first[0] is second[0]:
@@ -85,6 +92,9 @@ def _merge_gated(weights: WeightNodes, node: fx.Node, skipped: list[tuple[str, s
     gate, up = _plain_linear(gated.gate), _plain_linear(gated.up)
     if gate is None or up is None or gate.x is not up.x:
         skipped.append((node.name, "gate and up are not plain linears of one value"))
+        return 0
+    if _format(gate, ctx) is not _format(up, ctx):
+        skipped.append((node.name, "gate and up are stored on grids of different formats"))
         return 0
     if only_user(gated.gate) is not node or only_user(gated.up) is not node:
         skipped.append((node.name, "gate or up has other users"))

@@ -2,6 +2,7 @@
 
 linear(…, format=f32)  ->  linear(…, format=body_format); the head (it makes the logits) gets head_format
 embed(tokens, …)       ->  head_format, so that a tied table is stored once; position tables stay float32
+Where a weight keeps the grid that its checkpoint stores it on, that grid's format comes instead (`format_of`).
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from torch import fx
 
 from llmc.kernels.dialect import OPS
-from llmc.kernels.formats import F32
+from llmc.kernels.formats import F32, Format
 from llmc.kernels.ops import Embed, Linear
-from llmc.passes.match import calls
+from llmc.kernels.weights import WeightRef
+from llmc.passes.match import calls, weight
 from llmc.passes.result import PassContext, PassResult
 
 
@@ -19,7 +21,7 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     count, skipped = 0, []
     for node in calls(graph, OPS["linear"]):
         linear = Linear.of(node)
-        format = ctx.head_format if _reads_rows(linear.x) else ctx.body_format
+        format = format_of(weight(linear.weight), ctx.head_format if _reads_rows(linear.x) else ctx.body_format, ctx)
         node.args = linear.evolve(format=format).args
         count += format is not F32
     for node in calls(graph, OPS["embed"]):
@@ -27,9 +29,19 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
         if embed.ids.name != "tokens":
             skipped.append((node.name, "a position table stays float32"))
             continue
-        node.args = embed.evolve(format=ctx.head_format.stored).args
-        count += ctx.head_format is not F32
+        format = format_of(weight(embed.weight), ctx.head_format, ctx)
+        node.args = embed.evolve(format=format.stored).args
+        count += format is not F32
     return PassResult(count, skipped)
+
+
+def format_of(ref: WeightRef | None, asked: Format, ctx: PassContext) -> Format:
+    """The format that a weight takes: the one of its own grid (`ctx.grids`), else the one asked for. A matrix of parts
+    with different formats takes the widest. Activations stay what the format asked for makes of them."""
+    own = {ctx.grids.get(name) for name in ref.tensors()} if ref is not None else set()
+    weight_only = bool(asked.group) and not asked.integer_products
+    formats = [asked if f is None else (f.weight_only or f) if weight_only else f for f in own]
+    return max(formats, key=lambda f: f.bits, default=asked)
 
 
 def _reads_rows(node: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -15,12 +15,14 @@ class PassContext:
     """What a pass may depend on besides the graph.
 
     body_format / head_format: how linears, and the head and token embedding, are stored and multiplied.
-    kv_dtype: "f32", "bf16" or "int8".
+    kv_dtype: "f32", "bf16" or "int8". grids: tensors of the checkpoint that keep the grid they are stored on, with the
+    format that holds it.
     """
 
     body_format: Format = F32
     head_format: Format = F32
     kv_dtype: str = "f32"
+    grids: Mapping[str, Format] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,10 @@ def test_a_size_beyond_all_memory_is_still_a_number() -> None:
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        ([], {"precision": "int8", "evaluate": True, "targets": (), "check_passes": False, "max_kl": None}),
+        ([], {"precision": None, "as_stored": None, "evaluate": True, "targets": (), "check_passes": False,
+              "max_kl": None}),
+        (["--as-stored", "--bf16"], {"precision": "bf16", "as_stored": True}),
+        (["--no-as-stored"], {"precision": None, "as_stored": False}),
         (["--int8"], {"precision": "int8"}), (["--int4"], {"precision": "int4"}), (["--bf16"], {"precision": "bf16"}),
         (["--fp32"], {"precision": "fp32"}), (["--no-eval"], {"evaluate": False}),
         (["--max-kl", "0.5"], {"max_kl": 0.5}),

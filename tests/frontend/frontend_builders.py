@@ -66,8 +66,8 @@ def add_tensor(writer: GGUFWriter, name: str, values: np.ndarray, kind: str) -> 
         writer.add_tensor(name, quants.quantize(values.astype(np.float32), code), raw_dtype=code)
 
 
-def tiny_gguf(path: Path, kind: str = "Q8_0", tied: bool = True, **metadata: Any) -> Path:
-    """A tiny Llama as GGUF: hidden 64, 4/2 heads, 2 layers, vocabulary 32; matrices stored as `kind`."""
+def tiny_gguf(path: Path, kind: str = "Q8_0", tied: bool = True, scale: float = 1.0, **metadata: Any) -> Path:
+    """A tiny Llama as GGUF: hidden 64, 4/2 heads, 2 layers, vocabulary 32; matrices of deviation `scale` as `kind`."""
     generator = np.random.default_rng(0)
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(2)
@@ -89,7 +89,7 @@ def tiny_gguf(path: Path, kind: str = "Q8_0", tied: bool = True, **metadata: Any
         shapes |= {block + "ffn_down": (64, 96), block + "attn_norm": (64,), block + "ffn_norm": (64,)}
     shapes |= {"output_norm": (64,)} | ({} if tied else {"output": (32, 64)})
     for name, shape in shapes.items():
-        values = generator.standard_normal(shape)
+        values = generator.standard_normal(shape) * (scale if len(shape) > 1 else 1.0)
         add_tensor(writer, name + ".weight", values, kind if len(shape) > 1 else "F32")
     return finish(writer, path)
 
