@@ -176,6 +176,7 @@ def _one_of(value: Any, known: Sequence[str]) -> str:
 def _kernel(entry: dict[str, Any], binaries: memoryview) -> Kernel:
     offset, size = _size(entry["offset"]), _size(entry["size"], 1)
     name = _text(entry["name"])
+    _require(name.isascii() and name.isidentifier(), f"a kernel of the name {name!r}")
     _require(offset + size <= len(binaries), f"kernel {name} lies outside the segment")
     x, y, z = (_dim(dim) for dim in entry["grid"])
     threads = 32 * _size(entry["warps"], 1)

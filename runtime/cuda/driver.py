@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 
 from llmc.errors import UserError
+from llmc.runtime.cuda.cubin import check_cubin
 from llmc.runtime.cuda.devices import Arguments, Bytes, DeviceError, DeviceLost, OutOfMemory
+from llmc.runtime.cuda.targets import CUDA_TARGETS, cuda_version
 
 log = logging.getLogger(__name__)
-_OLDEST_DRIVER = 12000
-"""As cuDriverGetVersion says it: 1000 * major + 10 * minor of CUDA."""
+_OLDEST_DRIVER = min(target.oldest_driver for target in CUDA_TARGETS)
 _STATIC_SHARED = 48 << 10
 """Bytes of shared memory that a block gets without asking."""
+_ALL_SHARED = 100
+"""The carve-out in percent of the most shared memory that a multiprocessor has."""
 _PIECE = 8 << 20
 """Bytes of each of the two pinned buffers through which weights go to the device."""
 _OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
@@ -70,10 +73,11 @@ class CudaDevice:
         self._launch = driver.cuLaunchKernel
         self._open = False
         self._call(driver.cuInit, 0)
-        version = self._call(driver.cuDriverGetVersion)
-        self._version = f"{version // 1000}.{version % 1000 // 10}"
-        if version < _OLDEST_DRIVER:
-            raise UserError(f"the NVIDIA driver is too old (CUDA {self._version}, not 12.0); update it")
+        self.driver_version = int(self._call(driver.cuDriverGetVersion))
+        self._version = cuda_version(self.driver_version)
+        if self.driver_version < _OLDEST_DRIVER:
+            oldest = cuda_version(_OLDEST_DRIVER)
+            raise UserError(f"the NVIDIA driver is too old (CUDA {self._version}, not {oldest}); update it")
         count = self._call(driver.cuDeviceGetCount)
         if not 0 <= index < count:
             raise UserError(f"there is no GPU {index} (the driver sees {count})")
@@ -142,14 +146,19 @@ class CudaDevice:
         self._call(self._driver.cuStreamSynchronize, self._stream)
 
     def load(self, code: memoryview, name: str, shared: int) -> Any:
+        check_cubin(code, name, self.capability)
         driver = self._driver
         try:
             module = self._call(driver.cuModuleLoadData, bytes(code))
             self._modules.append(module)
             function = self._call(driver.cuModuleGetFunction, module, name.encode())
             if shared > _STATIC_SHARED:
-                dynamic = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                attribute = driver.CUfunction_attribute
+                dynamic = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._call(driver.cuFuncSetAttribute, function, dynamic, shared)
+                # L1 and shared memory are one: without this the driver may leave room for fewer blocks than fit.
+                carveout = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                self._call(driver.cuFuncSetAttribute, function, carveout, _ALL_SHARED)
         except (OutOfMemory, DeviceLost):
             raise
         except DeviceError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llmc.errors import UserError
 from llmc.kv_page import PAGE_SIZE
 from llmc.runtime.config import EngineConfig, LoadOptions
-from llmc.runtime.cuda.targets import CudaTarget, choose_cuda_target
+from llmc.runtime.cuda.targets import CudaTarget, check_driver, choose_cuda_target
 from llmc.runtime.plan import Plan, manifest_fields
 from llmc.runtime.pool_size import pages_asked_for
 
@@ -45,7 +45,9 @@ def choose_gpu(plan: Plan, device: str) -> tuple[CudaDevice, CudaTarget] | None:
 
         opened = open_device()
         try:
-            return opened, choose_cuda_target(targets, opened.capability)
+            target = choose_cuda_target(targets, opened.capability)
+            check_driver(target, opened.driver_version)
+            return opened, target
         except UserError:
             opened.close()
             raise

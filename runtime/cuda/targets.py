@@ -18,7 +18,9 @@ class CudaTarget:
     capability: 90 for 9.0. shared_limit: bytes of shared memory that one block may use. locked: the code runs on this
     very capability only (Triton compiles for sm_90a and later with architecture-specific instructions). example,
     multiprocessors, bandwidth (bytes/s), half_flops, int8_ops (dense, per second), float_flops: of a GPU with this
-    capability, for estimates.
+    capability, for estimates. oldest_driver: the CUDA version, as cuDriverGetVersion gives it (1000 * major + 10 *
+    minor), of the oldest driver that takes the code: the first of the major version of the ptxas that makes it (NVIDIA,
+    "CUDA Compatibility": minor versions of one major version run each other's code).
     """
 
     name: str
@@ -31,16 +33,20 @@ class CudaTarget:
     half_flops: float
     int8_ops: float
     float_flops: float
+    oldest_driver: int
 
 
 _KIB = 1024
+_CUDA_12, _CUDA_13 = 12000, 13000
+_BRANCHES = {_CUDA_12: "R525", _CUDA_13: "R580"}
+"""The driver branch that a CUDA version came with."""
 CUDA_TARGETS: tuple[CudaTarget, ...] = (
-    CudaTarget("cuda:sm_80", 80, 163 * _KIB, False, "A100 SXM 80GB", 108, 2.039e12, 312e12, 624e12, 19.5e12),
-    CudaTarget("cuda:sm_86", 86, 99 * _KIB, False, "A10", 72, 0.600e12, 125e12, 250e12, 31.2e12),
-    CudaTarget("cuda:sm_89", 89, 99 * _KIB, False, "L40S", 142, 0.864e12, 362e12, 733e12, 91.6e12),
-    CudaTarget("cuda:sm_90", 90, 227 * _KIB, True, "H100 SXM", 132, 3.35e12, 989e12, 1979e12, 67e12),
-    CudaTarget("cuda:sm_100", 100, 227 * _KIB, True, "B200", 148, 8.0e12, 2250e12, 4500e12, 75e12),
-    CudaTarget("cuda:sm_120", 120, 99 * _KIB, True, "RTX 5090", 170, 1.792e12, 209.5e12, 838e12, 104.8e12),
+    CudaTarget("cuda:sm_80", 80, 163 * _KIB, False, "A100 SXM 80GB", 108, 2.039e12, 312e12, 624e12, 19.5e12, _CUDA_12),
+    CudaTarget("cuda:sm_86", 86, 99 * _KIB, False, "A10", 72, 0.600e12, 125e12, 250e12, 31.2e12, _CUDA_12),
+    CudaTarget("cuda:sm_89", 89, 99 * _KIB, False, "L40S", 142, 0.864e12, 362e12, 733e12, 91.6e12, _CUDA_12),
+    CudaTarget("cuda:sm_90", 90, 227 * _KIB, True, "H100 SXM", 132, 3.35e12, 989e12, 1979e12, 67e12, _CUDA_12),
+    CudaTarget("cuda:sm_100", 100, 227 * _KIB, True, "B200", 148, 8.0e12, 2250e12, 4500e12, 75e12, _CUDA_13),
+    CudaTarget("cuda:sm_120", 120, 99 * _KIB, True, "RTX 5090", 170, 1.792e12, 209.5e12, 838e12, 104.8e12, _CUDA_13),
 )
 
 
@@ -63,6 +69,25 @@ def choose_cuda_target(available: list[str], capability: int) -> CudaTarget:
     fitting = [t.name for t in CUDA_TARGETS if _runs(t, capability)]
     advice = f"rebuild with llmc build --target {fitting[-1]}" if fitting else "llmc has no code for such a GPU yet"
     raise UserError(f"the plan has code for {has}, this GPU is sm_{capability}; {advice}")
+
+
+def check_driver(target: CudaTarget, version: int) -> None:
+    """Raises UserError for a driver, by cuDriverGetVersion's number, that does not take the target's code."""
+    if version < target.oldest_driver:
+        raise UserError(
+            f"the NVIDIA driver is too old (CUDA {cuda_version(version)}): {target.name} needs "
+            f"{_BRANCHES[target.oldest_driver]} or newer (CUDA {cuda_version(target.oldest_driver)}); update it"
+        )
+
+
+def cuda_version(number: int) -> str:
+    """cuDriverGetVersion's number as people write it: 12040 is "12.4"."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def runs_on(code: int, capability: int) -> bool:
+    """Whether machine code for one compute capability, of a target, runs on a GPU of another."""
+    return any(t.capability == code and _runs(t, capability) for t in CUDA_TARGETS)
 
 
 def _runs(target: CudaTarget, capability: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,9 +21,10 @@ import llmc
 from llmc.codegen.triton import compile as compiling
 from llmc.codegen.triton import team as teams
 from llmc.codegen.triton.compile import HIP_TARGETS, CompiledKernel, KernelSpec, compile_kernels
-from llmc.codegen.triton.resources import ptxas_report
+from llmc.codegen.triton.resources import nvdisasm, ptxas_report
 from llmc.errors import UserError
-from llmc.runtime.cuda.targets import find_cuda_target
+from llmc.runtime.cuda.cubin import check_cubin
+from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget, find_cuda_target
 
 SM_90 = find_cuda_target("cuda:sm_90")
 
@@ -105,6 +107,29 @@ def test_kernels_come_with_what_they_take(built: Built) -> None:
         assert kernel.instructions == (opcode,)
         assert (kernel.warps, kernel.spill_bytes, kernel.tmem) == (4, 0, 0)
         assert 16 <= kernel.registers <= 255 and 0 < kernel.shared <= SM_90.shared_limit
+
+
+def test_the_loader_knows_what_the_compiler_makes(built: Built) -> None:
+    """runtime/cuda/cubin.py on a real file: whole, for another GPU, under another name, and cut anywhere."""
+    code = memoryview(built.kernels["bf16"].cubin)
+    check_cubin(code, "linear", 90)
+    for damaged, name, capability, words in (
+        (code, "linear", 80, "it is code for sm_90, this GPU is sm_80"),
+        (code, "linea", 90, "it has no kernel of that name"),
+        (code[:63], "linear", 90, "it is no ELF file of 64 bits"),
+        (code[:-1], "linear", 90, "headers do not lie in it"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check_cubin(damaged, name, capability)
+
+
+@pytest.mark.parametrize("target", CUDA_TARGETS, ids=lambda t: t.name)
+def test_the_oldest_driver_is_that_of_the_ptxas(target: CudaTarget) -> None:
+    """Drivers run code of their own major version of CUDA, and of older ones."""
+    tool = nvdisasm().with_name("ptxas-blackwell" if target.capability >= 100 else "ptxas")  # as Triton chooses
+    said = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release (\d+)\.", said)
+    assert release is not None and target.oldest_driver == 1000 * int(release[1])
 
 
 def test_a_refusal_of_the_compiler_is_one_line_with_its_place(built: Built) -> None:
@@ -223,7 +248,8 @@ def bad_pack(x):
 _BUILD = """
 import hashlib, json, sys
 from llmc.codegen.triton import compile as compiling
-from llmc.runtime.cuda.targets import find_cuda_target
+from llmc.runtime.cuda.cubin import check_cubin
+from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget, find_cuda_target
 compiling.default_threads = lambda: 1
 fields = [spec | {k: tuple(map(tuple, spec[k])) for k in ("args", "constants")} for spec in json.load(sys.stdin)]
 specs = [compiling.KernelSpec(**spec) for spec in fields]

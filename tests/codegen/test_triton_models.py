@@ -12,7 +12,8 @@ import pytest
 from llmc.codegen.triton.archive import emit_archive
 from llmc.codegen.triton.compile import HIP_TARGETS, CompiledKernel, KernelSpec, within_limits
 from llmc.errors import UserError
-from llmc.runtime.cuda.archive_format import read_header
+from llmc.runtime.cuda.archive_format import archive_fields, read_header, unpack_archive
+from llmc.runtime.cuda.cubin import check_cubin
 from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget, find_cuda_target
 
 ASYNC = {90: {"HGMMA", "IGMMA"}, 100: {"UTCHMMA"}}
@@ -21,8 +22,11 @@ MMA = {"HMMA", "IMMA"}
 REGISTERS = 255
 
 
-def check_archive(header: dict[str, Any], target: CudaTarget) -> None:
+def check_archive(segment: memoryview, target: CudaTarget) -> None:
+    with archive_fields():
+        header, binaries = unpack_archive(segment)
     for kernel in header["kernels"]:
+        check_cubin(binaries[kernel["offset"] :][: kernel["size"]], kernel["name"], target.capability)
         label = f"{target.name}: {kernel['op']}@{kernel['max_tokens']} {kernel['constants']}"
         assert kernel["shared"] <= target.shared_limit, label
         assert kernel["spill_bytes"] == 0, label
@@ -51,14 +55,14 @@ def _check_instructions(call: dict[str, Any], variant: dict[str, Any], kernels: 
 @pytest.mark.parametrize("target", CUDA_TARGETS, ids=lambda t: t.name)
 @pytest.mark.parametrize("model", sorted(gpu_models.SHAPES))
 def test_every_kernel_compiles_within_the_limits(model: str, target: CudaTarget) -> None:
-    check_archive(read_header(memoryview(emit_archive(gpu_models.program(model, "int8"), target))), target)
+    check_archive(memoryview(emit_archive(gpu_models.program(model, "int8"), target)), target)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", CUDA_TARGETS, ids=lambda t: t.name)
 @pytest.mark.parametrize("precision", ["bf16", "int4", "int4 weight-only", "int8, int8 KV"])
 def test_every_precision_compiles_within_the_limits(precision: str, target: CudaTarget) -> None:
-    check_archive(read_header(memoryview(emit_archive(gpu_models.program("Llama-3.2-1B", precision), target))), target)
+    check_archive(memoryview(emit_archive(gpu_models.program("Llama-3.2-1B", precision), target)), target)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -82,13 +83,25 @@ def description() -> dict[str, Any]:
     return deepcopy(data)
 
 
+def cubin(name: str, text: bytes, capability: int = 90) -> bytes:
+    """An ELF file with the least that a cubin has: `text` as the machine code of a kernel, at byte 64. The ABI is that
+    of the capability's ptxas."""
+    names = b"\0.names\0.text." + name.encode() + b"\0"
+    abi, flags = (b"\x41\x08", capability << 8) if capability >= 100 else (b"\x33\x07", capability)
+    sections = [(0, 0, 0, 0), (1, 3, 64 + len(text), len(names)), (8, 1, 64, len(text))]
+    header = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01" + abi, 2, 190, 1, 0, 0,
+                         64 + len(text) + len(names), flags, 64, 56, 0, 64, len(sections), 1)  # fmt: skip
+    table = (struct.pack("<IIQQQQIIQQ", at, kind, 0, 0, start, size, 0, 0, 1, 0) for at, kind, start, size in sections)
+    return header + text + names + b"".join(table)
+
+
 def binaries(data: dict[str, Any]) -> bytes:
     """A binary for each kernel that the fake driver understands; writes their places into the description."""
     found = b""
     for entry in data["kernels"]:
-        text = f"FAKE {entry['name']} {len(entry['args'])} {REPACKED}\0".encode()
-        entry["offset"], entry["size"] = len(found), len(text)
-        found += text + bytes(-len(text) % 16)
+        code = cubin(entry["name"], f"FAKE {entry['name']} {len(entry['args'])} {REPACKED}\0".encode())
+        entry["offset"], entry["size"] = len(found), len(code)
+        found += code + bytes(-len(code) % 16)
     return found
 
 

@@ -1,7 +1,7 @@
 // A recording libcuda.so.1 for tests: what cuda-bindings asks of it, with host memory as device memory.
 //
 // Every call appends a line to $FAKE_CUDA_LOG. A stream is a queue that runs when it is waited for, so that host memory
-// which is changed too early is seen. "Binaries" are texts `FAKE name arguments bytes`; two kernels do something:
+// which is changed too early is seen. Code at byte 64 of a binary is a text `FAKE name arguments bytes`; two kernels do:
 // `sample` (meta, tokens, rows, out tokens, out log probabilities) and `repack` (from, to: `bytes` inverted bytes).
 // $FAKE_CUDA_TOTAL, _USED: bytes of the device. _VERSION, _DEVICES. _SYNC_MS: how long a synchronize takes.
 // $FAKE_CUDA_FAIL: `function:n:code,...`: the n-th call of a function fails; codes of 700 and more break the context.
@@ -198,7 +198,7 @@ int cuEventDestroy(void* e) { ENTER; free(e); return 0; }
 int cuModuleLoadData(void** module, const void* image) {
   ENTER;
   Function* f = calloc(1, sizeof *f);
-  if (sscanf(image, "FAKE %63s %d %d", f->name, &f->num_args, &f->bytes) != 3) { free(f); return 200; }
+  if (sscanf((const char*)image + 64, "FAKE %63s %d %d", f->name, &f->num_args, &f->bytes) != 3) { free(f); return 200; }
   LOG("load %s", f->name);
   *module = f;
   return 0;

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cuda_fakes import CONFIG, WEIGHTS, archive, binaries, description, segment
+from cuda_fakes import CONFIG, WEIGHTS, archive, binaries, cubin, description, segment
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ def test_what_is_read() -> None:
     found = read_archive(archive(), len(WEIGHTS))
     assert (found.vocab_size, found.page_bytes, found.partials, found.tile_tokens) == (50, 768, 10, (4, 16))
     assert [k.name for k in found.kernels][:3] == ["embed", "linear_small", "linear_tuned"]
-    assert bytes(found.kernels[3].code) == b"FAKE linear_large 3 64\0"
+    assert bytes(found.kernels[3].code) == cubin("linear_large", b"FAKE linear_large 3 64\0")
     assert found.kernels[3].threads == 256 and found.kernels[0].grid == (Dim("T", 4), Dim("", 2), Dim("", 1))
     linear = found.calls[1]
     assert [v.limit for v in linear.variants] == [16, None] and linear.args[2] == Arg("rows", 16)
@@ -65,6 +65,8 @@ DAMAGE: dict[str, Callable[[Any], None]] = {
     "a kernel outside the segment": _set("kernels/8/offset", 10**6),
     "a kernel at a negative place": _set("kernels/8/offset", -16),
     "a kernel without a name": _set("kernels/0/name", None),
+    "a kernel of no name": _set("kernels/0/name", ""),
+    "a kernel whose name is no symbol": _set("kernels/0/name", "\ud800"),
     "a kernel of 33 warps": _set("kernels/0/warps", 33),
     "a kernel without warps": _set("kernels/0/warps", 0),
     "a kernel that takes a number": _set("kernels/0/args/1", "i32"),

@@ -101,7 +101,8 @@ from llmc.runtime.cuda.executor import CudaConfig, CudaExecutor
 def load(binary):
     arguments = segment(data, binary), memoryview(WEIGHTS), CudaConfig(**CONFIG), open_device(), {}
     return refusal(lambda: CudaExecutor(*arguments))
-result = [load(binary.replace(b"FAKE adjust", b"ELF! adjust")), load(binary.replace(b"adjust", b"advice"))]
+result = [load(binary.replace(b"FAKE adjust", b"ELF! adjust")),
+          load(binary.replace(b"FAKE adjust", b"FAKE advice")), load(binary.replace(b"text.adjust", b"text.advice"))]
 """
     )
     start = "the NVIDIA driver (CUDA 12.4) refuses the plan's kernel adjust: CUDA_ERROR_"
@@ -109,8 +110,10 @@ result = [load(binary.replace(b"FAKE adjust", b"ELF! adjust")), load(binary.repl
     assert found.result == [
         ["UserError", f"{start}INVALID_IMAGE (as planned); {end}"],
         ["UserError", f"{start}NOT_FOUND (as planned); {end}"],
-    ]
-    assert len(found.calls("release")) == 2
+        ["UserError", "the plan's GPU code for the kernel adjust is damaged: it has no kernel of that name; "
+         "rebuild the plan"],
+    ]  # fmt: skip
+    assert len(found.calls("release")) == 3
     assert len(found.calls("free")) == len(found.calls("alloc"))
 
 

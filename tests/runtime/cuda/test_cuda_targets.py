@@ -58,8 +58,8 @@ class _Plan:
 
 
 class _Device:
-    def __init__(self, capability: int) -> None:
-        self.capability, self.closed = capability, False
+    def __init__(self, capability: int, driver_version: int = 13000) -> None:
+        self.capability, self.driver_version, self.closed = capability, driver_version, False
 
     def close(self) -> None:
         self.closed = True
@@ -82,6 +82,31 @@ def test_auto_takes_the_gpu_that_the_plan_has_code_for(monkeypatch: pytest.Monke
     assert load.choose_gpu(plan, "cpu") is None
     other: Any = _Plan("cpu:x86-64", "cuda:sm_80")
     assert load.choose_gpu(other, "auto") is None and device.closed
+
+
+@pytest.mark.parametrize(
+    ("capability", "target", "version", "needs"),
+    [
+        (80, "cuda:sm_80", 11080, "R525 or newer (CUDA 12.0)"), (90, "cuda:sm_90", 11080, "R525 or newer (CUDA 12.0)"),
+        (100, "cuda:sm_100", 12090, "R580 or newer (CUDA 13.0)"),
+        (120, "cuda:sm_120", 12080, "R580 or newer (CUDA 13.0)"),
+    ],
+)  # fmt: skip
+def test_a_driver_too_old_for_the_code_is_told_and_auto_goes_to_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    capability: int, target: str, version: int, needs: str,
+) -> None:  # fmt: skip
+    device = _Device(capability, version)
+    _with_gpu(monkeypatch, device)
+    plan: Any = _Plan("cpu:x86-64", target)
+    old = f"the NVIDIA driver is too old (CUDA {version // 1000}.{version % 1000 // 10}): {target} needs {needs}; "
+    with caplog.at_level("INFO"):
+        assert load.choose_gpu(plan, "auto") is None and device.closed
+    assert caplog.messages == [f"runs on the CPU: {old}update it"]
+    with pytest.raises(UserError, match=re.escape(f"--device cuda: {old}update it")):
+        load.choose_gpu(plan, "cuda")
+    device.driver_version = find_cuda_target(target).oldest_driver
+    assert load.choose_gpu(plan, "auto") == (device, find_cuda_target(target))
 
 
 def test_auto_goes_to_the_cpu_only_where_the_plan_has_code_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
