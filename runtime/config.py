@@ -12,7 +12,7 @@ class LoadOptions:
     """The flags of `llmc serve` that shape the engine; None is the default that its help describes."""
 
     max_model_len: int | None = None
-    max_num_seqs: int = 64
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_queue: int = 256
     kv_cache_memory: int | None = None

@@ -24,12 +24,14 @@ def load_engine(plan: Plan, codec: TextCodec | None, options: LoadOptions) -> En
             )
         max_model_len = options.max_model_len
     gpu = cuda.choose_gpu(plan, options.device)
-    budget = options.max_num_batched_tokens
+    budget, seqs = options.max_num_batched_tokens, options.max_num_seqs
     if budget is None:
         budget = cpu.DEFAULT_TOKENS if gpu is None else cuda.DEFAULT_TOKENS
+    if seqs is None:
+        seqs = cpu.DEFAULT_SEQS if gpu is None else cuda.default_seqs(plan, options, budget, gpu)
     config = EngineConfig(
         max_model_len=max_model_len,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         max_queue=options.max_queue,
         eos_token_ids=eos,
@@ -39,6 +41,7 @@ def load_engine(plan: Plan, codec: TextCodec | None, options: LoadOptions) -> En
         executor = cpu.load_cpu_executor(plan, options, config)
     else:
         executor = cuda.load_cuda_executor(plan, options, config, gpu)
+        executor.capture_graphs()
     return Engine(executor, config, codec)
 
 

@@ -11,8 +11,8 @@ from llmc.runtime.plan import Plan, manifest_fields
 from llmc.runtime.pool_size import pages_in_main_memory
 from llmc.runtime.threads import default_threads
 
-DEFAULT_TOKENS = 512
-"""Token budget of a step when the user does not say."""
+DEFAULT_TOKENS, DEFAULT_SEQS = 512, 64
+"""Tokens and sequences of a step when the user does not say."""
 
 
 def load_cpu_executor(plan: Plan, options: LoadOptions, config: EngineConfig) -> CpuExecutor:
@@ -24,6 +24,6 @@ def load_cpu_executor(plan: Plan, options: LoadOptions, config: EngineConfig) ->
     threads = options.threads if options.threads is not None else default_threads()
     if not 1 <= threads <= 256:
         raise UserError(f"--threads {threads}: must be between 1 and 256")
-    pages = pages_in_main_memory(options, config.max_model_len, page_bytes)
+    pages = pages_in_main_memory(options, config, page_bytes)
     rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     return CpuExecutor(code, weights, ExecutorConfig(config.max_num_batched_tokens, rows, pages, threads), target.name)

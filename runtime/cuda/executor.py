@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,11 @@ def bucket_of(tokens: int, most: int) -> int:
     return min(size, most)
 
 
+def buckets(most: int) -> list[int]:
+    """The numbers of sequences that graphs are captured for when at most `most` decode."""
+    return sorted({bucket_of(tokens, most) for tokens in range(1, most + 1)})
+
+
 class CudaExecutor:
     """Implements `Executor` (runtime/batch.py) over the launch list of one plan on one device, which it owns."""
 
@@ -51,15 +57,33 @@ class CudaExecutor:
         self._graphs: dict[tuple[int, bool], Any] = {}
         self._host_logits: Bytes | None = None
         self.max_num_tokens, self.max_num_rows = config.max_num_tokens, config.max_num_rows
-        try:
+        self._most_decodes = min(config.max_num_tokens, config.max_num_rows)
+        with self._closed_on_failure():
             device.activate()
             self._load(read_archive(archive, len(weights)), weights, config, choices)
+
+    @contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        """For what comes before the first step."""
+        try:
+            yield
         except OutOfMemory as error:
             self.close()
             raise UserError(f"the GPU or its driver is out of memory: {error}; free some and try again") from error
         except BaseException:
             self.close()
             raise
+
+    def capture_graphs(self) -> None:
+        """Captures the graph of every decode step there can be, so that no request waits for one.
+
+        Raises UserError where the driver has no memory for them; the device is closed then.
+        """
+        with self._closed_on_failure():
+            self.device.activate()
+            for bucket in buckets(self._most_decodes):
+                for adjusted in (False, True):
+                    self._graph(bucket, adjusted)
 
     def _load(self, archive: Archive, weights: memoryview, config: CudaConfig, choices: Mapping[str, int]) -> None:
         self.vocab_size, self.page_bytes = archive.vocab_size, archive.page_bytes
@@ -138,7 +162,7 @@ class CudaExecutor:
     def _graph(self, tokens: int, adjusted: bool) -> Any:
         """The graph of a decode step. Its grids are those of the whole bucket; the programs of tokens, rows and
         sequences that the step does not have return at once, as the batch's `meta` tells them."""
-        bucket = bucket_of(tokens, min(self.max_num_rows, self.max_num_tokens))
+        bucket = bucket_of(tokens, self._most_decodes)
         key = (bucket, adjusted)
         if key not in self._graphs:
             tiles = {f"tiles{i}": 0 for i in range(len(self.archive.tile_tokens))}

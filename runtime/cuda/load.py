@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 
 DEFAULT_TOKENS = 2048
 """Token budget of a step when the user does not say."""
+_MOST_SEQS, _FEWEST_SEQS = 256, 16
+"""Sequences of a step when the user does not say: as many of these as `_ROWS_SHARE` has room for."""
+_ROWS_SHARE = 0.1
+"""Of the memory that weights and activations leave, for what each sequence of a step takes besides its pages."""
 
 
 def choose_gpu(plan: Plan, device: str) -> tuple[CudaDevice, CudaTarget] | None:
@@ -60,10 +64,27 @@ def choose_gpu(plan: Plan, device: str) -> tuple[CudaDevice, CudaTarget] | None:
         return None
 
 
+def default_seqs(plan: Plan, options: LoadOptions, budget: int, gpu: tuple[CudaDevice, CudaTarget]) -> int:
+    """Sequences of a step when the user does not say: a power of two, so many that their logits leave most of the
+    memory to the KV pool. budget: tokens of a step."""
+    from llmc.runtime.cuda.memory import row_bytes
+
+    free, total = gpu[0].memory_info()
+    with manifest_fields(plan.path):
+        memory = plan.manifest["memory"]["gpu"]
+        fixed = int(memory["weight_bytes"]) + int(memory["arena_bytes_per_token"]) * budget
+        per_row = row_bytes(int(memory["arena_bytes_per_row"]), int(plan.manifest["model"]["vocab_size"]))
+    left = total * options.gpu_memory_utilization - (total - free) - fixed
+    count = _MOST_SEQS
+    while count > _FEWEST_SEQS and count * per_row > _ROWS_SHARE * left:
+        count //= 2
+    return count
+
+
 def load_cuda_executor(
     plan: Plan, options: LoadOptions, config: EngineConfig, gpu: tuple[CudaDevice, CudaTarget]
 ) -> CudaExecutor:
-    """gpu: as `choose_gpu` found it. Raises UserError for limits that cannot be met."""
+    """gpu: as `choose_gpu` found it. Graphs are not captured yet. Raises UserError for limits that cannot be met."""
     from llmc.runtime.cuda.executor import CudaConfig, CudaExecutor
 
     device, target = gpu
@@ -71,7 +92,7 @@ def load_cuda_executor(
         page_bytes = int(plan.manifest["model"]["kv_bytes_per_token"]) * PAGE_SIZE
         code, weights = plan.segment(f"code/{target.name}"), plan.segment("weights")
         choices = dict(plan.manifest.get("tuning", {}).get(target.name, {}))
-    pages = pages_asked_for(options, config.max_model_len, page_bytes)
+    pages = pages_asked_for(options, config, page_bytes)
     rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     cuda = CudaConfig(
         max_num_tokens=config.max_num_batched_tokens, max_num_rows=rows, max_model_len=config.max_model_len,
@@ -86,9 +107,10 @@ def open_cuda_executor(plan: Plan, options: LoadOptions) -> tuple[CudaExecutor, 
     assert gpu is not None
     with manifest_fields(plan.path):
         length = int(plan.manifest["model"]["max_model_len"])
+    seqs = options.max_num_seqs
     config = EngineConfig(
         max_model_len=min(length, DEFAULT_TOKENS),
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=default_seqs(plan, options, DEFAULT_TOKENS, gpu) if seqs is None else seqs,
         max_num_batched_tokens=DEFAULT_TOKENS,
     )
     return load_cuda_executor(plan, options, config, gpu), gpu[1]

@@ -13,10 +13,10 @@ from llmc.runtime.cuda.archive import Archive, Arg
 from llmc.runtime.cuda.devices import Bytes, Device, OutOfMemory
 from llmc.runtime.cuda.upload import BLOCK, BatchBuffer, BatchLayout
 
-_STATS = 2 * 64
-"""float32 per row: scratch of the sampler."""
-_TAIL_WORDS = 1 << 16
-"""Of the first batch buffer; it grows when a step needs more."""
+_LOGITS, _STATS, _OUT = 4, 4 * 2 * 64, 4 + 4
+"""Bytes: of a logit; per row of the sampler's scratch; per row of token and log-probability."""
+_EXTRA_WORDS = 1 << 16
+"""For penalties and biases in the first batch buffer; it grows when a step needs more."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class PoolSize:
 
     pages: int
     items: int
+
+
+def row_bytes(arena: int, vocab_size: int) -> int:
+    """Device memory that one more row of a step takes, in bytes. arena: of the activations of sampled rows."""
+    return arena + 2 * _LOGITS * vocab_size + _STATS + _OUT
 
 
 def pool_size(archive: Archive, config: CudaConfig, free: int, total: int) -> PoolSize:
@@ -80,18 +85,19 @@ class DeviceMemory:
         smaller = "free GPU memory, or build the plan with smaller weights (--int8, --int4)"
         activations = "lower --max-num-batched-tokens"
         fewer = "lower --max-num-seqs"
-        per_row = 4 * archive.vocab_size * config.max_num_rows
+        logits = _LOGITS * archive.vocab_size * config.max_num_rows
         self._areas: dict[str, int] = {
             "weight": self._reserve(archive.weight_bytes, "the weights", smaller),
             "tokens": self._reserve(archive.arena["tokens"] * self.tokens, "activations", activations),
             "rows": self._reserve(archive.arena["rows"] * self.rows, "activations of sampled rows", fewer),
-            "logits": self._reserve(per_row, "logits", fewer),
-            "adjusted": self._reserve(per_row, "logits with penalties", fewer),
-            "stats": self._reserve(4 * _STATS * config.max_num_rows, "the sampler", fewer),
-            "out": self._reserve(8 * self.rows, "outputs", fewer),
+            "logits": self._reserve(logits, "logits", fewer),
+            "adjusted": self._reserve(logits, "logits with penalties", fewer),
+            "stats": self._reserve(_STATS * config.max_num_rows, "the sampler", fewer),
+            "out": self._reserve(_OUT * self.rows, "outputs", fewer),
         }
-        self._host_out = device.host_buffer(8 * self.rows)
-        self.batch = self._new_batch(self._reserve(self.layout.size(_TAIL_WORDS), "batches", activations), _TAIL_WORDS)
+        self._host_out = device.host_buffer(_OUT * self.rows)
+        words = config.max_num_rows * -(-config.max_model_len // PAGE_SIZE) + _EXTRA_WORDS
+        self.batch = self._new_batch(self._reserve(self.layout.size(words), "batches", activations), words)
 
     def area(self, name: str) -> int:
         """The address of an area: "weight", "staging", "batch", "logits"."""

@@ -151,6 +151,32 @@ def test_decode_steps_are_captured_once_per_bucket(ran: Ran) -> None:
     assert _launches(adjusted, "record")["adjust"][0] == "4,1,1"
 
 
+def test_graphs_are_captured_before_the_first_step() -> None:
+    """Of every bucket, with and without penalties: no decode step captures one, and a graph that cannot be had is told
+    at the start, with everything freed."""
+    script = """
+engine = executor(open_device())
+engine.capture_graphs()
+for value in (*(decode(n) for n in range(1, 7)), decode(3, sampling=RowSampling(repetition_penalty=2.0))):
+    mark()
+    engine.step(value)
+"""
+    found = run(script)
+    start, *steps = found.marks
+    assert [line[1] for line in start if line[0] == "instantiate"] == ["4", "5"] * 4  # of 1, 2, 4 and 6 sequences
+    shapes = [line[2] for line in start if line[:2] == ["record", "sample"]]
+    assert shapes == [f"{n},1,1" for n in (1, 1, 2, 2, 4, 4, 6, 6)]
+    assert [line[0] for part in steps for line in part] == ["h2d", "replay", "d2h", "synchronize"] * 7
+    failed = run(
+        "engine = executor(open_device())\nresult = refusal(engine.capture_graphs)",
+        FAKE_CUDA_FAIL="cuGraphInstantiateWithFlags:3:2",
+    )
+    assert failed.result[0] == "UserError"
+    assert failed.result[1].startswith("the GPU or its driver is out of memory: CUDA_ERROR_OUT_OF_MEMORY")
+    assert len(failed.calls("discard")) == 2 and failed.calls("release")
+    assert len(failed.calls("free")) == len(failed.calls("alloc"))
+
+
 def test_outputs_come_back(ran: Ran) -> None:
     """`sample` of the fake: token + 1 and -token / 2."""
     last = [[0, 1, 2], [0, 1, 2, 3], [19, 20], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5], [5, 6, 8], [0]]
