@@ -6,6 +6,7 @@ from typing import Any
 
 from llmc.roofline import CONTEXT, PROMPT, KernelEstimate, kernel_estimates, step_seconds
 from llmc.runtime.cuda.archive_format import read_header
+from llmc.runtime.cuda.occupancy import resident_blocks
 from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget
 from llmc.runtime.plan import Plan
 
@@ -61,16 +62,18 @@ def _target_lines(header: dict[str, Any], target: CudaTarget, tuning: dict[str, 
         f"roofline of {target.example} (context {CONTEXT}, no launch overhead):",
         f"    decode {1 / decode:.0f} tokens/s at batch 1, {16 / batch:.0f} at batch 16; prefill of {PROMPT}: "
         f"{PROMPT / prefill:.0f} tokens/s",
-        f"    {'kernel':44} {'rows':>6} {'warps':>5} {'shared':>7} {'regs':>4} {'spill':>5} {'us':>8}  bound   "
-        "per step  tensor core",
-        *(_kernel_line(e) for e in kernel_estimates(header, target)),
+        f"    {'kernel':44} {'rows':>6} {'warps':>5} {'shared':>7} {'regs':>4} {'spill':>5} {'blocks':>6} {'us':>8}  "
+        "bound   per step  tensor core",
+        *(_kernel_line(e, target) for e in kernel_estimates(header, target)),
     ]
 
 
-def _kernel_line(estimate: KernelEstimate) -> str:
+def _kernel_line(estimate: KernelEstimate, target: CudaTarget) -> str:
     k = estimate.kernel
+    blocks = resident_blocks(target, k["warps"], k["registers"], k["shared"])
     limit = f"<={k['max_tokens']}" if k["max_tokens"] else "any"
     return (
         f"    {k['op'][:44]:44} {limit:>6} {k['warps']:>5} {k['shared']:>7} {k['registers']:>4} {k['spill_bytes']:>5} "
-        f"{estimate.seconds * 1e6:>8.2f}  {estimate.bound:7} {estimate.launches:>8}  {' '.join(k['instructions'])}"
+        f"{blocks:>6} {estimate.seconds * 1e6:>8.2f}  {estimate.bound:7} {estimate.launches:>8}  "
+        f"{' '.join(k['instructions'])}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from llmc.inspect import gpu_kernels
 from llmc.roofline import CONTEXT, PROMPT, kernel_estimates, step_seconds
 from llmc.runtime.config import LoadOptions
 from llmc.runtime.cuda import tune
-from llmc.runtime.cuda.targets import CudaTarget, find_cuda_target
+from llmc.runtime.cuda.targets import find_cuda_target
 from llmc.runtime.plan import Plan
 
 SM_80 = "cuda:sm_80"
@@ -90,9 +91,12 @@ def test_inspect_lists_the_kernels_of_a_plan(plan: Plan) -> None:
     assert "cuda:sm_80: " in text and "A100" in text
     for op in ("linear w8 96x64 gated", "attention decode 4/2x16", "rope + KV write", "sample 211"):
         assert op in text, op
+    head = next(line for line in text.splitlines() if "regs spill blocks" in line)
+    line = next(line for line in text.splitlines() if "rope + KV write" in line)
+    assert line[: head.index("blocks") + 6].split()[-6:] == ["any", "1", "0", "1", "0", "32"]
 
 
-_GPU = CudaTarget(SM_80, 80, 1, False, "a GPU of round figures", 1, 1e9, 1e12, 2e12, 1e10)
+_GPU = replace(find_cuda_target(SM_80), bandwidth=1e9, half_flops=1e12, int8_ops=2e12, float_flops=1e10)
 
 
 def _call(when: str, rows: str, variants: list[Any], **cost: Any) -> dict[str, Any]:

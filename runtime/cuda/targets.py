@@ -15,25 +15,28 @@ from llmc.errors import UserError
 class CudaTarget:
     """One compute capability.
 
-    capability: 90 for 9.0. shared_limit: bytes of shared memory that one block may use. locked: the code runs on this
-    very capability only (Triton compiles for sm_90a and later with architecture-specific instructions). example,
-    multiprocessors, bandwidth (bytes/s), half_flops, int8_ops (dense, per second), float_flops: of a GPU with this
-    capability, for estimates. oldest_driver: the CUDA version, as cuDriverGetVersion gives it (1000 * major + 10 *
-    minor), of the oldest driver that takes the code: the first of the major version of the ptxas that makes it (NVIDIA,
-    "CUDA Compatibility": minor versions of one major version run each other's code).
+    capability: 90 for 9.0. shared_limit: bytes of shared memory that one block may use. resident_threads,
+    resident_blocks: the most that one multiprocessor holds at a time. locked: the code runs on this very capability
+    only (Triton compiles for sm_90a and later with architecture-specific instructions). oldest_driver: the CUDA
+    version, as cuDriverGetVersion gives it (1000 * major + 10 * minor), of the oldest driver that takes the code: the
+    first of the major version of the ptxas that makes it (NVIDIA, "CUDA Compatibility": minor versions of one major
+    version run each other's code). example, multiprocessors, bandwidth (bytes/s), half_flops, int8_ops (dense, per
+    second), float_flops: of a GPU with this capability, for estimates.
     """
 
     name: str
     capability: int
     shared_limit: int
+    resident_threads: int
+    resident_blocks: int
     locked: bool
+    oldest_driver: int
     example: str
     multiprocessors: int
     bandwidth: float
     half_flops: float
     int8_ops: float
     float_flops: float
-    oldest_driver: int
 
 
 _KIB = 1024
@@ -41,13 +44,19 @@ _CUDA_12, _CUDA_13 = 12000, 13000
 _BRANCHES = {_CUDA_12: "R525", _CUDA_13: "R580"}
 """The driver branch that a CUDA version came with."""
 CUDA_TARGETS: tuple[CudaTarget, ...] = (
-    CudaTarget("cuda:sm_80", 80, 163 * _KIB, False, "A100 SXM 80GB", 108, 2.039e12, 312e12, 624e12, 19.5e12, _CUDA_12),
-    CudaTarget("cuda:sm_86", 86, 99 * _KIB, False, "A10", 72, 0.600e12, 125e12, 250e12, 31.2e12, _CUDA_12),
-    CudaTarget("cuda:sm_89", 89, 99 * _KIB, False, "L40S", 142, 0.864e12, 362e12, 733e12, 91.6e12, _CUDA_12),
-    CudaTarget("cuda:sm_90", 90, 227 * _KIB, True, "H100 SXM", 132, 3.35e12, 989e12, 1979e12, 67e12, _CUDA_12),
-    CudaTarget("cuda:sm_100", 100, 227 * _KIB, True, "B200", 148, 8.0e12, 2250e12, 4500e12, 75e12, _CUDA_13),
-    CudaTarget("cuda:sm_120", 120, 99 * _KIB, True, "RTX 5090", 170, 1.792e12, 209.5e12, 838e12, 104.8e12, _CUDA_13),
-)
+    CudaTarget("cuda:sm_80", 80, 163 * _KIB, 2048, 32, False, _CUDA_12,
+               "A100 SXM 80GB", 108, 2.039e12, 312e12, 624e12, 19.5e12),
+    CudaTarget("cuda:sm_86", 86, 99 * _KIB, 1536, 16, False, _CUDA_12,
+               "A10", 72, 0.600e12, 125e12, 250e12, 31.2e12),
+    CudaTarget("cuda:sm_89", 89, 99 * _KIB, 1536, 24, False, _CUDA_12,
+               "L40S", 142, 0.864e12, 362e12, 733e12, 91.6e12),
+    CudaTarget("cuda:sm_90", 90, 227 * _KIB, 2048, 32, True, _CUDA_12,
+               "H100 SXM", 132, 3.35e12, 989e12, 1979e12, 67e12),
+    CudaTarget("cuda:sm_100", 100, 227 * _KIB, 2048, 32, True, _CUDA_13,
+               "B200", 148, 8.0e12, 2250e12, 4500e12, 75e12),
+    CudaTarget("cuda:sm_120", 120, 99 * _KIB, 1536, 24, True, _CUDA_13,
+               "RTX 5090", 170, 1.792e12, 209.5e12, 838e12, 104.8e12),
+)  # fmt: skip
 
 
 def find_cuda_target(name: str) -> CudaTarget:

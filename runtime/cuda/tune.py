@@ -17,7 +17,9 @@ from llmc.runtime.cuda.executor import CudaExecutor
 from llmc.runtime.cuda.launches import Launch, Launcher
 
 ROUNDS, LAUNCHES = 9, 50
-"""Alternatives are timed in turn, so that a change of clock meets all of them; the median of the rounds counts."""
+"""Alternatives are timed in turn, so that a change of clock meets all of them; the median of the rounds counts. A round
+is at least so many launches, each as often for every layer: one layer's weights would stay in the L2 cache, from which
+no step reads them."""
 _LARGE = 512
 """Rows for a kernel without a limit."""
 _GAIN = 0.98
@@ -26,9 +28,10 @@ _GAIN = 0.98
 
 @dataclass(frozen=True)
 class Alternatives:
-    """The kernels of one call and bucket: index of the call in the archive, rows to time them at, how many."""
+    """The kernels of one op and bucket: the indices of its calls in the archive, one for each layer that has it; rows
+    to time them at; how many kernels."""
 
-    call: int
+    calls: tuple[int, ...]
     rows: int
     count: int
 
@@ -42,7 +45,10 @@ def alternatives(executor: CudaExecutor) -> dict[str, Alternatives]:
         for variant in call.variants:
             rows = min(max(below + 1, _LARGE) if variant.limit is None else variant.limit, most)
             if len(variant.kernels) > 1 and rows > below and call.when == "always":
-                found.setdefault(choice_key(archive.kernels, variant), Alternatives(index, rows, len(variant.kernels)))
+                key = choice_key(archive.kernels, variant)
+                calls = found[key].calls if key in found else ()
+                if all(archive.calls[i].rows == call.rows for i in calls[:1]):  # timed at one kind of row
+                    found[key] = Alternatives((*calls, index), rows, len(variant.kernels))
             below = variant.limit or below
     return found
 
@@ -58,11 +64,13 @@ def time_alternatives(executor: CudaExecutor, found: Mapping[str, Alternatives])
         bound.append((launcher, launcher.bind(archive.calls, executor.memory.address)))
     seconds: dict[str, list[float]] = {}
     for key, item in found.items():
-        sizes = _fill(executor, item.rows, archive.calls[item.call].rows == "R")
-        graphs = [_capture(executor, *bound[index], item.call, sizes) for index in range(item.count)]
+        sizes = _fill(executor, item.rows, archive.calls[item.calls[0]].rows == "R")
+        repeats = -(-LAUNCHES // len(item.calls))
+        graphs = [_capture(executor, *bound[index], item.calls * repeats, sizes) for index in range(item.count)]
         for graph in graphs:
             executor.device.replay(graph)
-        rounds = [[_time(executor, graph) for graph in graphs] for _ in range(ROUNDS)]
+        launches = repeats * len(item.calls)
+        rounds = [[_time(executor, graph) / launches for graph in graphs] for _ in range(ROUNDS)]
         seconds[key] = [statistics.median(samples) for samples in zip(*rounds, strict=True)]
         for graph in graphs:
             executor.device.discard(graph)
@@ -70,10 +78,10 @@ def time_alternatives(executor: CudaExecutor, found: Mapping[str, Alternatives])
 
 
 def _capture(
-    executor: CudaExecutor, launcher: Launcher, launches: list[Launch], call: int, sizes: Mapping[str, int]
+    executor: CudaExecutor, launcher: Launcher, launches: list[Launch], calls: tuple[int, ...], sizes: Mapping[str, int]
 ) -> Any:
-    repeated = [launches[call]] * LAUNCHES
-    return executor.device.capture(lambda: launcher.run(repeated, sizes, adjusted=False))
+    timed = [launches[call] for call in calls]
+    return executor.device.capture(lambda: launcher.run(timed, sizes, adjusted=False))
 
 
 def choose(seconds: Mapping[str, list[float]]) -> dict[str, int]:
@@ -96,9 +104,9 @@ def _fill(executor: CudaExecutor, rows: int, sampled: bool) -> dict[str, int]:
 
 
 def _time(executor: CudaExecutor, graph: Any) -> float:
-    """Seconds of one of the LAUNCHES that a graph holds: replayed, so that the host's part does not count."""
+    """Seconds of a graph: replayed, so that the host's part does not count."""
     executor.device.synchronize()
     start = time.perf_counter()
     executor.device.replay(graph)
     executor.device.synchronize()
-    return (time.perf_counter() - start) / LAUNCHES
+    return time.perf_counter() - start

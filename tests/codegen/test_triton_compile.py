@@ -24,6 +24,7 @@ from llmc.codegen.triton.compile import HIP_TARGETS, CompiledKernel, KernelSpec,
 from llmc.codegen.triton.resources import nvdisasm, ptxas_report
 from llmc.errors import UserError
 from llmc.runtime.cuda.cubin import check_cubin
+from llmc.runtime.cuda.occupancy import resident_blocks
 from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget, find_cuda_target
 
 SM_90 = find_cuda_target("cuda:sm_90")
@@ -107,6 +108,7 @@ def test_kernels_come_with_what_they_take(built: Built) -> None:
         assert kernel.instructions == (opcode,)
         assert (kernel.warps, kernel.spill_bytes, kernel.tmem) == (4, 0, 0)
         assert 16 <= kernel.registers <= 255 and 0 < kernel.shared <= SM_90.shared_limit
+        assert resident_blocks(SM_90, kernel.warps, kernel.registers, kernel.shared) >= 4
 
 
 def test_the_loader_knows_what_the_compiler_makes(built: Built) -> None:
@@ -249,6 +251,7 @@ _BUILD = """
 import hashlib, json, sys
 from llmc.codegen.triton import compile as compiling
 from llmc.runtime.cuda.cubin import check_cubin
+from llmc.runtime.cuda.occupancy import resident_blocks
 from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget, find_cuda_target
 compiling.default_threads = lambda: 1
 fields = [spec | {k: tuple(map(tuple, spec[k])) for k in ("args", "constants")} for spec in json.load(sys.stdin)]

@@ -14,12 +14,18 @@ from llmc.codegen.triton.compile import HIP_TARGETS, CompiledKernel, KernelSpec,
 from llmc.errors import UserError
 from llmc.runtime.cuda.archive_format import archive_fields, read_header, unpack_archive
 from llmc.runtime.cuda.cubin import check_cubin
+from llmc.runtime.cuda.occupancy import resident_blocks
 from llmc.runtime.cuda.targets import CUDA_TARGETS, CudaTarget, find_cuda_target
 
 ASYNC = {90: {"HGMMA", "IGMMA"}, 100: {"UTCHMMA"}}
 """Instructions of the tensor cores that take 64 rows at a time: wgmma, tcgen05. Elsewhere: mma."""
 MMA = {"HMMA", "IMMA"}
 REGISTERS = 255
+FLOORS = {16: (3, 6), 64: (2, 8), None: (1, 8)}
+"""Of a product by its bucket: blocks and warps that a multiprocessor holds at least, to hide the latency of memory.
+Other kernels have no bucket."""
+WIDE_FLOOR = (1, 4)
+"""Of products of 16-bit weights: their pipelines of four stages and more, of 64 KiB, keep one block's memory busy."""
 
 
 def check_archive(segment: memoryview, target: CudaTarget) -> None:
@@ -31,6 +37,10 @@ def check_archive(segment: memoryview, target: CudaTarget) -> None:
         assert kernel["shared"] <= target.shared_limit, label
         assert kernel["spill_bytes"] == 0, label
         assert 0 < kernel["registers"] <= REGISTERS and kernel["warps"] <= 32, label
+        blocks = resident_blocks(target, kernel["warps"], kernel["registers"], kernel["shared"])
+        wide = kernel["op"].startswith("linear bf16")
+        least, warps = WIDE_FLOOR if wide else FLOORS[kernel["max_tokens"]]
+        assert blocks >= least and blocks * kernel["warps"] >= warps, f"{label}: {blocks} blocks"
     for call in header["calls"]:
         for variant in call["variants"]:
             _check_instructions(call, variant, header["kernels"], target)

@@ -270,6 +270,31 @@ result = refusal(lambda: executor(open_device(), choices={"linear 8x8@16": 2}))
     ]  # fmt: skip
 
 
+def test_tuning_times_a_kernel_over_the_weights_of_every_layer() -> None:
+    """Two layers at 16 rows, 5 launches at least: three rounds over both, for each alternative alike."""
+    found = run(
+        """
+from copy import deepcopy
+from llmc.runtime.cuda import tune
+tune.ROUNDS, tune.LAUNCHES = 2, 5
+data = description()
+second = deepcopy(data["calls"][1])
+second["args"][1] = ["weight", 16]
+data["calls"].insert(2, second)
+engine = executor(open_device(), data)
+weight = engine.memory.area("weight")
+alternatives = tune.alternatives(engine)
+result = [weight, {key: [a.calls, a.rows, a.count] for key, a in alternatives.items()},
+          {key: len(times) for key, times in tune.time_alternatives(engine, alternatives).items()}]
+"""
+    )
+    weight, alternatives, seconds = found.result
+    assert alternatives == {"linear 8x8@16": [[1, 2], 16, 2]} and seconds == {"linear 8x8@16": 2}
+    records = [(line[1], int(line[6]) - weight) for line in found.log if line[0] == "record"]
+    assert records == [(name, at) for name in ("linear_small", "linear_tuned") for at in (256, 16) * 3]
+    assert found.calls("replay") == [["replay", "6"]] * 6  # once to warm up, then two rounds
+
+
 def test_batches_that_are_refused_reach_nothing() -> None:
     found = run(
         """

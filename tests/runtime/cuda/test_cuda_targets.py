@@ -10,6 +10,7 @@ import pytest
 
 from llmc.errors import UserError
 from llmc.runtime.cuda import load
+from llmc.runtime.cuda.occupancy import resident_blocks
 from llmc.runtime.cuda.targets import CUDA_TARGETS, choose_cuda_target, find_cuda_target
 
 ALL = [t.name for t in CUDA_TARGETS]
@@ -45,6 +46,20 @@ def test_the_newest_code_that_runs_is_taken(available: list[str], capability: in
 def test_a_capability_that_a_plan_lacks_names_those_it_has(available: list[str], capability: int, words: str) -> None:
     with pytest.raises(UserError, match=words):
         choose_cuda_target(available, capability)
+
+
+@pytest.mark.parametrize(
+    ("target", "warps", "registers", "shared", "blocks"),
+    [
+        ("cuda:sm_80", 4, 64, 0, 8), ("cuda:sm_80", 4, 65, 0, 7), ("cuda:sm_80", 8, 32, 0, 8),  # registers, threads
+        ("cuda:sm_86", 8, 32, 0, 6), ("cuda:sm_80", 1, 16, 0, 32), ("cuda:sm_86", 1, 16, 0, 16),
+        ("cuda:sm_80", 1, 16, 54 * 1024, 2), ("cuda:sm_80", 1, 16, 163 * 1024, 1), ("cuda:sm_80", 1, 16, 164 * 1024, 0),
+        ("cuda:sm_90", 4, 128, 56 * 1024, 4), ("cuda:sm_90", 4, 128, 56 * 1024 + 1, 3), ("cuda:sm_120", 4, 255, 0, 2),
+    ],
+)  # fmt: skip
+def test_blocks_on_a_multiprocessor(target: str, warps: int, registers: int, shared: int, blocks: int) -> None:
+    """As NVIDIA's occupancy calculator has them; 54 KiB and the system's 1 KiB three times are one KiB too many."""
+    assert resident_blocks(find_cuda_target(target), warps, registers, shared) == blocks
 
 
 def test_an_unknown_target_names_those_that_are_known() -> None:
