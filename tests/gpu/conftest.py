@@ -21,7 +21,7 @@ from gpu_plans import FIGURES, Plans
 
 from llmc.errors import UserError
 from llmc.runtime.cuda.driver import open_device
-from llmc.runtime.cuda.targets import CUDA_TARGETS, choose_cuda_target
+from llmc.runtime.cuda.targets import CUDA_TARGETS, check_driver, choose_cuda_target
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -37,7 +37,9 @@ def gpu_target() -> str:
     try:
         device = open_device()
         try:
-            return choose_cuda_target([t.name for t in CUDA_TARGETS], device.capability).name
+            target = choose_cuda_target([t.name for t in CUDA_TARGETS], device.capability)
+            check_driver(target, device.driver_version)
+            return target.name
         finally:
             device.close()
     except UserError as error:
