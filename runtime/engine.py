@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from llmc.runtime.batch import Executor, ExecutorLost, StepOutput
-from llmc.runtime.batching import build_batch
+from llmc.runtime.batching import accepted_tokens, build_batch
 from llmc.runtime.commands import Command, CommandQueue
 from llmc.runtime.config import EngineConfig
 from llmc.runtime.detokenizer import TextCodec
@@ -49,13 +49,15 @@ class _Live:
 
 
 class _Sampled(NamedTuple):
-    """A token that a step gave a sequence: row `row` of its output, at `time` (of the monotonic clock, in seconds)."""
+    """A token that a step gave a sequence: row `row` of its output, at `time` (of the monotonic clock, in seconds). It
+    is the `number`-th of the sequence's output, counted from 1."""
 
     live: _Live
     track: Track
     output: StepOutput
     row: int
     token: int
+    number: int
     time: float
 
 
@@ -243,9 +245,10 @@ class Engine:
             self._live[request.request_id] = _Live(request, sink, set(range(request.params.n)))
         for request, limit in zip(requests, limits, strict=True):
             base = random_seed() if request.params.seed is None else request.params.seed
+            stop_ids = request.params.stop_ids(self._eos)
             for index in range(request.params.n):
-                sequence = self._scheduler.add(request, index, sequence_seed(base, index), limit)
-                self._live[request.request_id].tracks[index] = Track(sequence, self._codec, self._eos)
+                sequence = self._scheduler.add(request, index, sequence_seed(base, index), limit, stop_ids)
+                self._live[request.request_id].tracks[index] = Track(sequence, self._codec)
 
     def _step(self) -> None:
         chunks = self._scheduler.schedule()
@@ -253,10 +256,8 @@ class Engine:
             self._flush()
             return
         try:
-            output = self._executor.step(build_batch(chunks, self._eos), self._flush)
-            tokens = output.tokens.tolist()
-            if len(tokens) != sum(chunk.samples for chunk in chunks):
-                raise RuntimeError(f"the executor sampled {len(tokens)} tokens for {len(chunks)} chunks")
+            output = self._executor.step(build_batch(chunks), self._flush)
+            tokens = accepted_tokens(chunks, output.tokens.tolist())
         except Exception as error:
             self._lost = self._lost or isinstance(error, ExecutorLost)
             self._flush()
@@ -270,40 +271,50 @@ class Engine:
         if self._check:
             self._scheduler.check_integrity()
 
-    def _answer(self, chunks: list[Chunk], output: StepOutput, tokens: list[int]) -> None:
+    def _answer(self, chunks: list[Chunk], output: StepOutput, tokens: list[list[int]]) -> None:
         """Ends what ends with this step; the text of sequences that go on is made while the next step runs."""
         now = time.monotonic()
-        sampled = [chunk.sequence for chunk in chunks if chunk.samples]
-        for row, (sequence, token) in enumerate(zip(sampled, tokens, strict=True)):
-            request_id = sequence.request.request_id
-            live = self._live.get(request_id)
-            if live is None:
-                continue  # another of its sequences failed in this very step
-            track = live.tracks[sequence.index]
-            sample = _Sampled(live, track, output, row, token, now)
-            valid = 0 <= token < self._vocab_size
-            if valid and not sequence.request.params.stop and track.ending(token) is None:
-                self._unanswered.append(sample)
+        first = 0
+        for chunk, got in zip(chunks, tokens, strict=True):
+            row, first = first, first + len(chunk.sampled)
+            sequence = chunk.sequence
+            live = self._live.get(sequence.request.request_id)
+            if not got or live is None:
+                continue  # no row, or another of its sequences failed in this very step
+            track, before = live.tracks[sequence.index], sequence.num_output - len(got)
+            samples = [
+                _Sampled(live, track, output, row + i, token, before + i + 1, now) for i, token in enumerate(got)
+            ]
+            if not sequence.request.params.stop and all(self._goes_on(sample) for sample in samples):
+                self._unanswered += samples
             else:
-                self._try(sample)
+                self._try(samples)
+
+    def _goes_on(self, sample: _Sampled) -> bool:
+        """Whether a sequence without stop strings goes on after a token; one that is no token is an error."""
+        return 0 <= sample.token < self._vocab_size and sample.track.ending(sample.token, sample.number) is None
 
     def _flush(self) -> None:
         """Gives out what the last step left to be said. Called while a step runs, or when none will follow."""
         unanswered, self._unanswered = self._unanswered, []
-        for sample in unanswered:
-            if sample.live.tracks.get(sample.track.sequence.index) is sample.track:  # else its request has failed since
-                self._try(sample)
+        self._try(unanswered)
         self._deliver()
 
-    def _try(self, sample: _Sampled) -> None:
-        request_id = sample.live.request.request_id
-        try:
-            self._answer_one(*sample)
-        except Exception:
-            log.exception("request %s failed", request_id)
-            self._end_request(request_id, "error", "internal error: the output could not be processed")
+    def _try(self, samples: Sequence[_Sampled]) -> None:
+        """Answers them in order, but for those of sequences that have ended."""
+        for sample in samples:
+            if sample.live.tracks.get(sample.track.sequence.index) is not sample.track:
+                continue
+            try:
+                self._answer_one(*sample)
+            except Exception:
+                request_id = sample.live.request.request_id
+                log.exception("request %s failed", request_id)
+                self._end_request(request_id, "error", "internal error: the output could not be processed")
 
-    def _answer_one(self, live: _Live, track: Track, output: StepOutput, row: int, token: int, now: float) -> None:
+    def _answer_one(
+        self, live: _Live, track: Track, output: StepOutput, row: int, token: int, number: int, now: float
+    ) -> None:
         sequence = track.sequence
         if not 0 <= token < self._vocab_size:
             raise RuntimeError(f"the executor sampled token {token} of a vocabulary of {self._vocab_size}")
@@ -314,7 +325,7 @@ class Engine:
             self._prompt_tokens += sequence.num_prompt if sequence.index == 0 else 0
             self.observer.first_token(now - live.request.arrival)
         track.last_token_time = now
-        text, reason, is_output = track.advance(token)
+        text, reason, is_output = track.advance(token, number)
         logprob = track.logprob(token, output, row) if is_output else None
         if reason is not None:
             self._end_sequence(live, sequence.index, reason)
@@ -326,7 +337,7 @@ class Engine:
                 text,
                 (token,),
                 sequence.num_prompt,
-                sequence.num_output,
+                number,
                 () if logprob is None else (logprob,),
                 reason,
             ),

@@ -6,47 +6,44 @@ from llmc.runtime.batch import StepOutput
 from llmc.runtime.detokenizer import IncrementalDetokenizer, StopMatcher, TextCodec
 from llmc.runtime.logprobs import top_logprobs
 from llmc.runtime.request import FinishReason, TokenLogprob
-from llmc.runtime.scheduler import Sequence
+from llmc.runtime.sequence import Sequence
 
 
 class Track:
     """What has become of a sequence's tokens so far. Used by the engine's thread only."""
 
-    def __init__(self, sequence: Sequence, codec: TextCodec | None, eos: frozenset[int]) -> None:
+    def __init__(self, sequence: Sequence, codec: TextCodec | None) -> None:
         params = sequence.request.params
         self.sequence = sequence
         self.last_token_time = 0.0
-        self._stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            self._stop_ids |= eos
         self._matcher = StopMatcher(params.stop)
         self._detokenizer = None
         if codec is not None:
             prompt = sequence.request.prompt
             self._detokenizer = IncrementalDetokenizer(codec, prompt, params.skip_special_tokens)
 
-    def ending(self, token: int) -> FinishReason | None:
-        """Why the sequence ends with the token just appended, as far as that depends on no text."""
-        armed = self.sequence.num_output >= self.sequence.request.params.min_tokens
-        if armed and token in self._stop_ids:
+    def ending(self, token: int, number: int) -> FinishReason | None:
+        """Why the sequence ends with the `number`-th token of its output, as far as that depends on no text."""
+        armed = number >= self.sequence.request.params.min_tokens
+        if armed and token in self.sequence.stop_ids:
             return "stop"
-        return "length" if self.sequence.at_length else None
+        return "length" if number >= self.sequence.max_tokens else None
 
-    def advance(self, token: int) -> tuple[str, FinishReason | None, bool]:
-        """Takes the token just appended to the sequence.
+    def advance(self, token: int, number: int) -> tuple[str, FinishReason | None, bool]:
+        """Takes the `number`-th token of the sequence's output, each in its turn.
 
         Returns the text that can go out, why the sequence ends with this token (None: it goes on), and
         whether the token is part of the output: one that ends it is not.
         """
-        armed = self.sequence.num_output >= self.sequence.request.params.min_tokens
-        if armed and token in self._stop_ids:
+        armed = number >= self.sequence.request.params.min_tokens
+        if armed and token in self.sequence.stop_ids:
             return self._rest(armed), "stop", False
         text, hit = "", False
         if self._detokenizer is not None:
             text, hit = self._matcher.push(self._detokenizer.push(token), armed)
         if hit:
             return text, "stop", True
-        if self.sequence.at_length:
+        if number >= self.sequence.max_tokens:
             return text + self._rest(armed), "length", True
         return text, None, True
 

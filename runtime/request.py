@@ -121,6 +121,10 @@ class SamplingParams:
         for value in self.logit_bias.values():
             _require(-100.0 <= value <= 100.0, "logit_bias", "values must be between -100 and 100")
 
+    def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end a sequence, of a model with those end tokens."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_token_ids)
+
     def _check_stops(self) -> None:
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"holds more than {MAX_STOP_STRINGS} strings")
         for text in self.stop:

@@ -4,7 +4,8 @@ Continuous batching over a paged KV pool: pure decisions on plain Python values,
 threads.
 
 Invariants, checked by `check_integrity`:
- 1. A step has at most `max_num_batched_tokens` tokens and at most `max_num_seqs` sequences.
+ 1. A step has at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences, and at most `max_num_rows`
+    of the tokens are sampled. A sequence needs one row at most, but more with drafts.
  2. `running` and `waiting` are each in order of arrival, and every running sequence is older than every
     waiting one: sequences are admitted from the head of the queue only, and the newest running one is the one
     preempted, back to the head. So service is first come, first served, and none starves.
@@ -25,62 +26,24 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from llmc.runtime.batch import RowSampling
 from llmc.runtime.kv import BlockAllocator
 from llmc.runtime.request import Request, RequestError
-
-
-class Sequence:
-    """One of the `n` sequences of a request. tokens: prompt and output; num_computed: positions in the KV
-    pool.
-    """
-
-    def __init__(self, seq_id: int, request: Request, index: int, seed: int, max_tokens: int) -> None:
-        self.seq_id = seq_id
-        self.request = request
-        self.index = index
-        self.seed = seed
-        self.max_tokens = max_tokens
-        self.tokens = array("i", request.prompt)
-        self.num_prompt = len(request.prompt)
-        self.num_computed = 0
-        self.pages = array("i")
-        self.running = False
-        # How often each id occurs in the output: what the penalties need, kept so as not to count anew each
-        # step.
-        self.output_counts: dict[int, int] = {}
-        # How its rows are sampled, once that is the same for all that follow; batching.py keeps it here.
-        self.row_sampling: RowSampling | None = None
-
-    @property
-    def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-    @property
-    def remaining(self) -> int:
-        """Tokens known but not yet computed. At least 1."""
-        return len(self.tokens) - self.num_computed
-
-    @property
-    def at_length(self) -> bool:
-        return self.num_output >= self.max_tokens
-
-    def append(self, token: int) -> None:
-        """Adds a sampled token."""
-        self.tokens.append(token)
-        self.output_counts[token] = self.output_counts.get(token, 0) + 1
+from llmc.runtime.sequence import Sequence
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Positions start .. start+count-1 of a sequence in one step; `samples` when they reach its last known
-    token.
+    """Positions start .. start+count-1 of a sequence in one step.
+
+    sampled: which of them, counted from `start`, have a row each: none, or the last ones, from the last token that is
+    known on. What follows it are `drafts`, guesses that the rows verify.
     """
 
     sequence: Sequence
     start: int
     count: int
-    samples: bool
+    sampled: range
+    drafts: tuple[int, ...] = ()
 
 
 class _Step:
@@ -91,7 +54,8 @@ class _Step:
         self.chunks: dict[int, Chunk] = {}
 
     def add(self, sequence: Sequence, count: int) -> None:
-        self.chunks[sequence.seq_id] = Chunk(sequence, sequence.num_computed, count, count == sequence.remaining)
+        sampled = range(count - 1, count) if count == sequence.remaining else range(0)
+        self.chunks[sequence.seq_id] = Chunk(sequence, sequence.num_computed, count, sampled)
         self.budget -= count
 
     def discard(self, sequence: Sequence) -> None:
@@ -125,8 +89,11 @@ class Scheduler:
         """Whether a sequence could run with the pool to itself. Its last token is never computed."""
         return self.allocator.pages_for(num_prompt + max_tokens - 1) <= self.allocator.num_pages
 
-    def add(self, request: Request, index: int, seed: int, max_tokens: int) -> Sequence:
-        """Queues sequence `index` of a request. Raises RequestError when it could never fit the pool."""
+    def add(
+        self, request: Request, index: int, seed: int, max_tokens: int, stop_ids: frozenset[int] = frozenset()
+    ) -> Sequence:
+        """Queues sequence `index` of a request. stop_ids: the tokens that end it. Raises RequestError when it could
+        never fit the pool."""
         if not self.fits(len(request.prompt), max_tokens):
             capacity = self.allocator.num_pages * self.allocator.page_size
             raise RequestError(
@@ -135,7 +102,7 @@ class Scheduler:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        sequence = Sequence(self._next_id, request, index, seed, max_tokens)
+        sequence = Sequence(self._next_id, request, index, seed, max_tokens, stop_ids)
         self._next_id += 1
         self.waiting.append(sequence)
         return sequence
@@ -163,20 +130,24 @@ class Scheduler:
             raise AssertionError("the scheduler found nothing to run although there is work")
         return list(step.chunks.values())
 
-    def commit(self, chunks: list[Chunk], tokens: list[int]) -> list[Sequence]:
-        """Records that the step ran: tokens holds one sampled id per chunk with `samples`, in order.
+    def commit(self, chunks: list[Chunk], tokens: list[list[int]]) -> list[Sequence]:
+        """Records that the step ran: tokens holds for each chunk those that its sequence gets, of its first rows; none
+        for a chunk without rows.
 
-        Returns the sequences that got a token. The caller ends those that are done with `finish`.
+        What was computed of drafts behind them does not count. Returns the sequences that got tokens. The caller ends
+        those that are done with `finish`.
         """
-        sampled: list[Sequence] = []
-        for chunk in chunks:
-            chunk.sequence.num_computed += chunk.count
-            if chunk.samples:
-                chunk.sequence.append(tokens[len(sampled)])
-                sampled.append(chunk.sequence)
-        if len(sampled) != len(tokens):
-            raise ValueError(f"{len(tokens)} tokens for {len(sampled)} sampled sequences")
-        return sampled
+        for chunk, got in zip(chunks, tokens, strict=True):
+            if not min(len(chunk.sampled), 1) <= len(got) <= len(chunk.sampled):
+                raise ValueError(f"{len(got)} tokens for a chunk with {len(chunk.sampled)} rows")
+        for chunk, got in zip(chunks, tokens, strict=True):
+            sequence = chunk.sequence
+            sequence.num_computed += chunk.sampled.start + len(got) if got else chunk.count
+            if len(got) < len(chunk.sampled):
+                self._trim(sequence)
+            for token in got:
+                sequence.append(token)
+        return [chunk.sequence for chunk, got in zip(chunks, tokens, strict=True) if got]
 
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out, whatever its state, and frees its pages."""
@@ -185,6 +156,13 @@ class Scheduler:
             self._release(sequence)
         else:
             self.waiting.remove(sequence)
+
+    def _trim(self, sequence: Sequence) -> None:
+        """Gives back the pages behind the computed positions: those of drafts that were refused."""
+        kept = self.allocator.pages_for(sequence.num_computed)
+        if kept < len(sequence.pages):
+            self.allocator.free(sequence.seq_id, sequence.pages[kept:])
+            del sequence.pages[kept:]
 
     def _grow(self, sequence: Sequence, num_tokens: int, step: _Step) -> bool:
         """Gives a running sequence pages for `num_tokens` positions, preempting from the newest.

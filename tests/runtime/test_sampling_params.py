@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmc.runtime.batching import SUPPRESSED, row_sampling
 from llmc.runtime.logprobs import top_logprobs
 from llmc.runtime.request import Request, RequestError, SamplingParams, output_limit, sequence_seed
-from llmc.runtime.scheduler import Sequence
+from llmc.runtime.sequence import SUPPRESSED, Sequence
 from llmc.runtime.server.model import SamplingDefaults
 
 NAN = math.nan
@@ -45,10 +44,11 @@ def test_edges_are_accepted() -> None:
 
 
 def sampling_of(prompt: tuple[int, ...], output: list[int], **values: Any) -> Any:
-    sequence = Sequence(0, Request("r", prompt, SamplingParams(**values)), 0, 7, 10)
+    params = SamplingParams(**values)
+    sequence = Sequence(0, Request("r", prompt, params), 0, 7, 10, params.stop_ids(frozenset({99})))
     for token in output:
         sequence.append(token)
-    return row_sampling(sequence, frozenset({99}))
+    return sequence.sampler.row()
 
 
 def test_tiny_temperature_is_greedy_and_top_k_off_is_zero() -> None:

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from runtime_fakes import FakeExecutor, solo_tokens
 
-from llmc.runtime.batching import build_batch
+from llmc.runtime.batching import accepted_tokens, build_batch
 from llmc.runtime.kv import BlockAllocator
 from llmc.runtime.request import Request, RequestError, SamplingParams
-from llmc.runtime.scheduler import Chunk, Scheduler, Sequence
+from llmc.runtime.scheduler import Chunk, Scheduler
+from llmc.runtime.sequence import Sequence
 
 
 class Harness:
@@ -38,8 +39,9 @@ class Harness:
         if chunks:
             assert sum(c.count for c in chunks) <= self.scheduler.max_num_batched_tokens
             assert len(chunks) <= self.scheduler.max_num_seqs
-            output = self.executor.step(build_batch(chunks, frozenset()))
-            for sequence in self.scheduler.commit(chunks, output.tokens.tolist()):
+            output = self.executor.step(build_batch(chunks))
+            tokens = accepted_tokens(chunks, output.tokens.tolist())
+            for sequence in self.scheduler.commit(chunks, tokens):
                 if sequence.at_length:
                     self.scheduler.finish(sequence)
                     self.live.remove(sequence)
