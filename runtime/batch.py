@@ -89,8 +89,10 @@ class Executor(Protocol):
     num_pages: int
     max_num_tokens: int
     """Most tokens T in one batch."""
+    max_num_seqs: int
+    """Most sequences S in one batch."""
     max_num_rows: int
-    """Most rows R in one batch."""
+    """Most rows R in one batch; a sequence may have several."""
 
     def step(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> StepOutput:
         """Runs the batch, writes its keys and values into the pages and samples its rows.

@@ -22,6 +22,8 @@ def check_batch(batch: Batch, executor: Executor) -> None:
     count, seqs = len(tokens), len(starts) - 1
     if not (0 < count <= executor.max_num_tokens and 0 <= len(rows) <= executor.max_num_rows):
         raise ValueError(f"a batch of {count} tokens and {len(rows)} rows does not fit the engine")
+    if seqs > executor.max_num_seqs:
+        raise ValueError(f"a batch of {seqs} sequences does not fit the engine")
     if len(batch.positions) != count or batch.block_tables.shape[0] != seqs or len(batch.sampling) != len(rows):
         raise ValueError("batch arrays differ in length")
     bounds = starts.tolist()

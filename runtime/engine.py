@@ -75,7 +75,8 @@ class Engine:
         self._codec = codec
         self._eos = config.eos_token_ids
         self._check = config.check_integrity
-        self._max_num_seqs = min(config.max_num_seqs, tokens, executor.max_num_rows)
+        # Each needs a row: all of them may be in the same step at their last token.
+        self._max_num_seqs = min(config.max_num_seqs, tokens, executor.max_num_seqs, executor.max_num_rows)
         self._max_num_batched_tokens = tokens
         self._scheduler = self._new_scheduler()
         self._queue = CommandQueue(self._max_num_seqs + config.max_queue)

@@ -4,8 +4,7 @@ Continuous batching over a paged KV pool: pure decisions on plain Python values,
 threads.
 
 Invariants, checked by `check_integrity`:
- 1. A step has at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences, and at most `max_num_rows`
-    of the tokens are sampled. A sequence needs one row at most, but more with drafts.
+ 1. A step has at most `max_num_batched_tokens` tokens and at most `max_num_seqs` sequences.
  2. `running` and `waiting` are each in order of arrival, and every running sequence is older than every
     waiting one: sequences are admitted from the head of the queue only, and the newest running one is the one
     preempted, back to the head. So service is first come, first served, and none starves.

@@ -71,5 +71,5 @@ def gpu_executor(
     model = interpreted_model(family, precision)
     device = InterpretedGpu()
     device.multiprocessors = multiprocessors
-    config = CudaConfig(max_num_tokens=64, max_num_rows=64, max_model_len=128, num_pages=pages, memory_utilization=0.9)
+    config = CudaConfig(64, 64, 64, max_model_len=128, num_pages=pages, memory_utilization=0.9)
     return CudaExecutor(memoryview(model.archive), model.weights, config, device, choices or {})

@@ -47,7 +47,7 @@ def _exact(tokens: list[int]) -> Any:
 class FakeExecutor:
     """Answers with the exact logits plus noise of its own for every position, and looks at what it is given."""
 
-    vocab_size, page_size, max_num_tokens, max_num_rows = V, 16, ROWS, ROWS
+    vocab_size, page_size, max_num_tokens, max_num_seqs, max_num_rows = V, 16, ROWS, ROWS, ROWS
 
     def __init__(self, tokens: list[int], noise: float) -> None:
         self.num_pages = -(-len(tokens) // 16)

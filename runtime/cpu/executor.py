@@ -123,6 +123,7 @@ class CpuExecutor:
         self.vocab_size: int = self._library.llmc_vocab_size()
         self.num_pages, self.threads = config.num_pages, config.threads
         self.max_num_tokens, self.max_num_rows = config.max_num_tokens, config.max_num_rows
+        self.max_num_seqs = config.max_num_tokens  # nothing here has a size of its own per sequence
         self.page_bytes: int = self._library.llmc_page_bytes()
         self.arena_bytes: int = self._library.llmc_arena_bytes(
             config.max_num_tokens, config.max_num_rows, config.threads

@@ -18,7 +18,7 @@ from llmc.runtime.cuda.archive import Archive, read_archive
 from llmc.runtime.cuda.devices import Bytes, Device, DeviceError, DeviceLost, OutOfMemory
 from llmc.runtime.cuda.launches import NOTHING, Launcher
 from llmc.runtime.cuda.memory import CudaConfig as CudaConfig
-from llmc.runtime.cuda.memory import DeviceMemory
+from llmc.runtime.cuda.memory import DeviceMemory, most_items
 from llmc.runtime.cuda.upload import Step, derive_step
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,8 @@ class CudaExecutor:
         self._graphs: dict[tuple[int, bool], Any] = {}
         self._host_logits: Bytes | None = None
         self.max_num_tokens, self.max_num_rows = config.max_num_tokens, config.max_num_rows
-        self._most_decodes = min(config.max_num_tokens, config.max_num_rows)
+        self.max_num_seqs, self._most_items = config.max_num_seqs, most_items(config)
+        self._most_decodes = min(config.max_num_tokens, config.max_num_seqs, config.max_num_rows)
         with self._closed_on_failure():
             device.activate()
             self._load(read_archive(archive, len(weights)), weights, config, choices)
@@ -91,8 +92,7 @@ class CudaExecutor:
         self.memory = DeviceMemory(self.device, archive, config)
         self._launcher = Launcher(self.device, archive, choices, {"T": config.max_num_tokens, "R": config.max_num_rows})
         self._load_weights(weights)
-        size = self.memory.add_pool()
-        self.num_pages, self._max_items = size.pages, size.items
+        self.num_pages = self.memory.add_pool().pages
         self._launches = self._launcher.bind(archive.calls, self.memory.address)
 
     def _load_weights(self, weights: memoryview) -> None:
@@ -120,7 +120,7 @@ class CudaExecutor:
             raise DeviceLost(self._lost)
         check_batch(batch, self)
         step = derive_step(batch, self.archive.tile_tokens)
-        if step.sizes["S"] > self.max_num_rows or step.items > self._max_items:
+        if step.items > self._most_items:
             raise ValueError(f"a batch of {step.sizes['S']} sequences and {step.items} blocks does not fit the engine")
         try:
             self.device.activate()
@@ -142,8 +142,8 @@ class CudaExecutor:
         return str(error)
 
     def _run(self, step: Step, want_logits: bool, meanwhile: Callable[[], None]) -> StepOutput:
-        if len(step.tail) > self.memory.batch.tail_words:
-            self._grow(len(step.tail))
+        if len(step.tail) > self.memory.batch.tail_words or step.items > self.memory.items:
+            self._grow(len(step.tail), step.items)
         self.device.upload_async(self.memory.area("batch"), self.memory.batch.write(step))
         if step.decode:
             self.device.replay(self._graph(step.sizes["T"], step.adjusted))
@@ -151,12 +151,16 @@ class CudaExecutor:
             self._launcher.run(self._launches, step.sizes, step.adjusted)
         return self._outputs(step.sizes["R"], want_logits, meanwhile)
 
-    def _grow(self, tail_words: int) -> None:
-        """A larger batch buffer. Graphs hold the addresses of the old one."""
+    def _grow(self, tail_words: int, items: int) -> None:
+        """A batch buffer of so many words, and scratch for so many work items of split attention. Graphs hold the
+        addresses of the old ones."""
         for graph in self._graphs.values():
             self.device.discard(graph)
         self._graphs.clear()
-        self.memory.grow_batch(tail_words)
+        if tail_words > self.memory.batch.tail_words:
+            self.memory.grow_batch(tail_words)
+        if items > self.memory.items:
+            self.memory.grow_partials(min(2 * items, self._most_items))
         self._launches = self._launcher.bind(self.archive.calls, self.memory.address)
 
     def _graph(self, tokens: int, adjusted: bool) -> Any:

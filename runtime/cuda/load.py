@@ -95,8 +95,8 @@ def load_cuda_executor(
     pages = pages_asked_for(options, config, page_bytes)
     rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     cuda = CudaConfig(
-        max_num_tokens=config.max_num_batched_tokens, max_num_rows=rows, max_model_len=config.max_model_len,
-        num_pages=pages, memory_utilization=options.gpu_memory_utilization,
+        max_num_tokens=config.max_num_batched_tokens, max_num_seqs=rows, max_num_rows=rows,
+        max_model_len=config.max_model_len, num_pages=pages, memory_utilization=options.gpu_memory_utilization,
     )  # fmt: skip
     return CudaExecutor(code, weights, cuda, device, choices)
 

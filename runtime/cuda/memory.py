@@ -21,12 +21,14 @@ _EXTRA_WORDS = 1 << 16
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """max_num_tokens: T of the largest step. max_num_rows: R and S of it. max_model_len: positions of a sequence.
+    """max_num_tokens, max_num_seqs, max_num_rows: T, S and R of the largest step. max_model_len: positions of a
+    sequence.
 
     num_pages: of the KV pool, or None for what is left of memory_utilization (0 to 1) times the device's memory.
     """
 
     max_num_tokens: int
+    max_num_seqs: int
     max_num_rows: int
     max_model_len: int
     num_pages: int | None
@@ -35,7 +37,7 @@ class CudaConfig:
 
 @dataclass(frozen=True)
 class PoolSize:
-    """pages: of the KV pool. items: work items of split attention that a step may have."""
+    """pages: of the KV pool. items: work items of split attention that there is scratch for at first."""
 
     pages: int
     items: int
@@ -46,15 +48,20 @@ def row_bytes(arena: int, vocab_size: int) -> int:
     return arena + 2 * _LOGITS * vocab_size + _STATS + _OUT
 
 
+def most_items(config: CudaConfig) -> int:
+    """Work items of split attention that the largest step has."""
+    return config.max_num_seqs * -(-config.max_model_len // BLOCK)
+
+
 def pool_size(archive: Archive, config: CudaConfig, free: int, total: int) -> PoolSize:
     """free, total: bytes of the device, when weights and scratch are allocated.
 
-    The pool never exceeds what max_num_rows sequences of max_model_len can fill. Each page brings a share of the
-    scratch of split attention: a sequence of n positions has ceil(n / 64) items, and no page has two owners.
+    The pool never exceeds what max_num_seqs sequences of max_model_len can fill. Each page brings a share of the
+    scratch of split attention: a sequence of n positions has ceil(n / 64) items. That is enough while no two sequences
+    of a step share pages; when they do, the scratch grows (`DeviceMemory.grow_partials`).
     Raises UserError when not one sequence of max_model_len fits in what is left.
     """
     per_sequence = -(-config.max_model_len // PAGE_SIZE)
-    most_items = config.max_num_rows * -(-config.max_model_len // BLOCK)
     item_bytes = 4 * archive.partials
     pages_per_item = BLOCK // PAGE_SIZE
     pages = config.num_pages
@@ -63,15 +70,15 @@ def pool_size(archive: Archive, config: CudaConfig, free: int, total: int) -> Po
             raise UserError(f"--gpu-memory-utilization {config.memory_utilization}: must be above 0 and at most 1")
         left = max(0, int(total * config.memory_utilization) - (total - free))
         per_item = pages_per_item * archive.page_bytes + item_bytes
-        fit = max(0, left - config.max_num_rows * item_bytes) * pages_per_item // per_item
+        fit = max(0, left - config.max_num_seqs * item_bytes) * pages_per_item // per_item
         if fit < per_sequence:
             raise UserError(
                 f"GPU memory: {_gib(left)} are left for the KV pool (of {_gib(total)}, at --gpu-memory-utilization "
                 f"{config.memory_utilization:g}), one sequence of {config.max_model_len} tokens takes "
                 f"{_gib(per_sequence * archive.page_bytes)}; raise --gpu-memory-utilization or lower --max-model-len"
             )
-        pages = min(fit, config.max_num_rows * per_sequence)
-    return PoolSize(pages, min(most_items, pages // pages_per_item + config.max_num_rows))
+        pages = min(fit, config.max_num_seqs * per_sequence)
+    return PoolSize(pages, min(most_items(config), pages // pages_per_item + config.max_num_seqs))
 
 
 class DeviceMemory:
@@ -80,8 +87,10 @@ class DeviceMemory:
     def __init__(self, device: Device, archive: Archive, config: CudaConfig) -> None:
         """Raises UserError when something does not fit."""
         self._device, self._archive, self._config = device, archive, config
+        self.items = 0
+        """Work items of split attention that there is scratch for."""
         self.tokens, self.rows = _round(config.max_num_tokens), _round(config.max_num_rows)
-        self.layout = BatchLayout(self.tokens, config.max_num_rows, archive.tile_tokens)
+        self.layout = BatchLayout(self.tokens, config.max_num_seqs, config.max_num_rows, archive.tile_tokens)
         smaller = "free GPU memory, or build the plan with smaller weights (--int8, --int4)"
         activations = "lower --max-num-batched-tokens"
         fewer = "lower --max-num-seqs"
@@ -96,7 +105,7 @@ class DeviceMemory:
             "out": self._reserve(_OUT * self.rows, "outputs", fewer),
         }
         self._host_out = device.host_buffer(_OUT * self.rows)
-        words = config.max_num_rows * -(-config.max_model_len // PAGE_SIZE) + _EXTRA_WORDS
+        words = config.max_num_seqs * -(-config.max_model_len // PAGE_SIZE) + _EXTRA_WORDS
         self.batch = self._new_batch(self._reserve(self.layout.size(words), "batches", activations), words)
 
     def area(self, name: str) -> int:
@@ -120,7 +129,8 @@ class DeviceMemory:
         """Allocates the KV pool and the scratch of split attention. Raises UserError when it does not fit."""
         size = pool_size(self._archive, self._config, *self._device.memory_info())
         flag = "--gpu-memory-utilization" if self._config.num_pages is None else "--kv-cache-memory"
-        self._areas["partials"] = self._reserve(4 * self._archive.partials * size.items, "attention", f"lower {flag}")
+        self._areas["partials"] = self._reserve(self._partial_bytes(size.items), "attention", f"lower {flag}")
+        self.items = size.items
         self._areas["kv"] = self._reserve(self._archive.page_bytes * size.pages, "the KV pool", f"lower {flag}")
         self._pages = size.pages
         return size
@@ -136,6 +146,16 @@ class DeviceMemory:
             self._device.free(address)
             raise
         self._device.free(old)
+
+    def grow_partials(self, items: int) -> None:
+        """Scratch of split attention for so many items; its address changes. The old one is kept when this raises
+        OutOfMemory."""
+        address = self._device.allocate(self._partial_bytes(items))
+        self._device.free(self._areas["partials"])
+        self._areas["partials"], self.items = address, items
+
+    def _partial_bytes(self, items: int) -> int:
+        return max(16, 4 * self._archive.partials * items)
 
     def address(self, arg: Arg) -> int:
         """Where an argument lies. An area that does not exist any more or yet is a KeyError: ours."""

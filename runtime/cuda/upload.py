@@ -93,15 +93,15 @@ def _tail(tables: Int32, longest: int, flat: dict[str, Any]) -> tuple[Int32, int
 
 
 class BatchLayout:
-    """Byte offsets of the arrays in the buffer, for steps of at most max_tokens tokens (a multiple of 16), max_rows
-    rows and as many sequences. `offsets` holds "tables" and "extra" too: the tail, at the end of the bounded part."""
+    """Byte offsets of the arrays in the buffer, for steps of at most max_tokens tokens (a multiple of 16), max_seqs
+    sequences and max_rows rows. `offsets` holds "tables" and "extra" too: the tail, at the end of the bounded part."""
 
-    def __init__(self, max_tokens: int, max_rows: int, tile_tokens: tuple[int, ...]) -> None:
-        tokens, seqs = (max_tokens,), (max_rows,)
+    def __init__(self, max_tokens: int, max_seqs: int, max_rows: int, tile_tokens: tuple[int, ...]) -> None:
+        tokens = (max_tokens,)
         self.shapes: dict[str, tuple[int, ...]] = {
-            "meta": (META_WORDS,), "tokens": tokens, "positions": tokens, "seqs": tokens, "starts": (max_rows + 1,),
-            "rows": (max_rows,), "decode_seqs": seqs, "decode_blocks": (max_rows + 1,),
-            **{f"tiles{i}": (max_tokens // size + max_rows, 2) for i, size in enumerate(tile_tokens)},
+            "meta": (META_WORDS,), "tokens": tokens, "positions": tokens, "seqs": tokens, "starts": (max_seqs + 1,),
+            "rows": (max_rows,), "decode_seqs": (max_seqs,), "decode_blocks": (max_seqs + 1,),
+            **{f"tiles{i}": (max_tokens // size + max_seqs, 2) for i, size in enumerate(tile_tokens)},
             "sampling": (max_rows, _SAMPLING_WORDS),
         }  # fmt: skip
         self.offsets: dict[str, int] = {}

@@ -63,7 +63,7 @@ def gpu_executor(plan: Plan, choices: Mapping[str, int] = _UNTUNED) -> Iterator[
     """As many rows as tokens in a step, so that every position's logits can be asked for. choices: tuned kernels."""
     device = open_device()
     target = choose_cuda_target(list(plan.manifest["targets"]), device.capability)
-    config = CudaConfig(max_num_tokens=512, max_num_rows=512, max_model_len=2048, num_pages=512, memory_utilization=0.9)
+    config = CudaConfig(512, 512, 512, max_model_len=2048, num_pages=512, memory_utilization=0.9)
     executor = CudaExecutor(plan.segment(f"code/{target.name}"), plan.segment("weights"), config, device, choices)
     try:
         yield executor

@@ -52,7 +52,7 @@ class FakeExecutor:
         self.page_size = PAGE_SIZE
         self.num_pages = num_pages
         self.max_num_tokens = max_num_tokens
-        self.max_num_rows = max_num_rows
+        self.max_num_rows = self.max_num_seqs = max_num_rows
         self.steps: list[int] = []
         self.sequences_per_step: list[int] = []
         self.closed = False
@@ -87,7 +87,7 @@ class FakeExecutor:
 
     def _check(self, batch: Batch) -> None:
         assert 0 < len(batch.tokens) <= self.max_num_tokens
-        assert len(batch.rows) <= self.max_num_rows
+        assert len(batch.rows) <= self.max_num_rows and len(batch.query_start) <= self.max_num_seqs + 1
         assert len(batch.rows) == len(batch.sampling)
         assert batch.query_start[0] == 0 and batch.query_start[-1] == len(batch.tokens)
         assert (np.diff(batch.query_start) > 0).all()

@@ -26,7 +26,8 @@ HERE = Path(__file__).parent
 VOCAB = 50
 GREEDY = RowSampling(temperature=0.0)
 CONFIG: dict[str, Any] = {
-    "max_num_tokens": 40, "max_num_rows": 6, "max_model_len": 100, "num_pages": 32, "memory_utilization": 0.9,
+    "max_num_tokens": 40, "max_num_seqs": 6, "max_num_rows": 6, "max_model_len": 100, "num_pages": 32,
+    "memory_utilization": 0.9,
 }  # fmt: skip
 WEIGHTS = np.random.default_rng(1).integers(0, 256, 256, np.uint8).tobytes()
 META, TOKENS, ROWS = ["batch", "meta"], ["batch", "tokens"], ["batch", "rows"]

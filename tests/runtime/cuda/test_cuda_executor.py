@@ -299,7 +299,7 @@ def test_batches_that_are_refused_reach_nothing() -> None:
     found = run(
         """
 from dataclasses import replace
-engine = executor(open_device(), max_num_rows=2)
+engine = executor(open_device(), max_num_seqs=2, max_num_rows=2)
 mark()
 few = replace(batch((0, 1), (0, 1), (0, 1)), rows=np.int32([0]), sampling=(GREEDY,))
 good = decode(2)
@@ -310,10 +310,64 @@ result = [refusal(lambda: engine.step(b)) for b in (
     )
     assert [kind for kind, _ in found.result] == ["ValueError"] * 6
     texts = [text for _, text in found.result]
-    assert texts[0] == "a batch of 3 sequences and 3 blocks does not fit the engine"
+    assert texts[0] == "a batch of 3 sequences does not fit the engine"
     assert texts[1] == "a batch of 3 tokens and 3 rows does not fit the engine"
     assert texts[4] == "a batch of 2 sequences and 8 blocks does not fit the engine"
     assert found.marks[1] == []
+
+
+def test_a_sequence_may_have_several_rows() -> None:
+    """Nine rows of two sequences, where steps of six sequences fit: the buffers of rows are those of rows. Steps of
+    single tokens with a row each are graphs, of at most six."""
+    found = run(
+        """
+from dataclasses import replace
+engine = executor(open_device(), max_num_rows=9)
+two = batch((4, 9), (0, 6))
+result = [engine.step(replace(two, rows=np.int32(rows), sampling=(GREEDY,) * len(rows))).tokens.tolist()
+          for rows in ([2, 3, 4, 5, 6, 7, 8, 9, 10], [0, 4])]
+result.append(refusal(lambda: engine.step(replace(two, rows=np.arange(10, dtype=np.int32), sampling=(GREEDY,) * 10))))
+engine.capture_graphs()
+"""
+    )
+    assert found.result[:2] == [[3, 4, 5, 6, 7, 8, 9, 10, 11], [1, 5]]
+    assert found.result[2] == ["ValueError", "a batch of 11 tokens and 10 rows does not fit the engine"]
+    assert _launches(found.log, "launch")["sample"][0] == "2,1,1"
+    grids = [line[2] for line in found.log if line[:2] == ["launch", "sample"]]
+    assert grids == ["9,1,1", "2,1,1"]
+    sizes = [int(line[1]) for line in found.calls("alloc")]
+    assert sizes[3:7] == [9 * 50 * 4, 9 * 50 * 4, 9 * 128 * 4, 128]
+    assert len(found.calls("instantiate")) == 8
+
+
+def test_scratch_of_attention_grows_where_sequences_share_pages() -> None:
+    """Six sequences of two blocks each in a pool of eight pages: scratch for 8 items, then for all 12 there can be. The
+    next step finds it there; where there is no memory for it one step fails."""
+    script = """
+from dataclasses import replace
+engine = executor(open_device(), num_pages=8)
+alone = decode(6, columns=1)
+shared = batch(*[(70 + i, 71 + i) for i in range(6)])
+shared = replace(shared, block_tables=shared.block_tables % 8)
+result = []
+for step in (alone, shared, shared, alone):
+    mark()
+    result.append(refusal(lambda: engine.step(step)))
+engine.close()
+"""
+    found = run(script)
+    assert found.result == [None] * 4
+    first, grown, again, last = found.marks[1:5]
+    assert [line[1] for line in grown if line[0] == "alloc"] == [str(12 * 40)]
+    old = next(line[2] for line in found.marks[0] if line[:2] == ["alloc", str(8 * 40)])
+    new = next(line[2] for line in grown if line[0] == "alloc")
+    assert ["free", old] in grown and [line[0] for line in grown].count("discard") == 1
+    assert _launches(first, "record")["decode"][6] == old and _launches(grown, "record")["decode"][6] == new
+    replayed = ["h2d", "replay", "d2h", "synchronize"]
+    assert [line[0] for line in again] == replayed and [line[0] for line in last][:4] == replayed
+    failed = run(script, FAKE_CUDA_FAIL="cuMemAlloc:12:2")
+    assert failed.result == [None, ["OutOfMemory", "CUDA_ERROR_OUT_OF_MEMORY (as planned)"], None, None]
+    assert len(failed.calls("free")) == len(failed.calls("alloc"))
 
 
 def test_memory_that_does_not_fit_is_one_line_that_says_what_to_do() -> None:

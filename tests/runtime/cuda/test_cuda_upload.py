@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from llmc.runtime.batch import Batch, RowSampling
 from llmc.runtime.cuda.upload import BatchBuffer, BatchLayout, derive_step
 
-MAX_TOKENS, MAX_ROWS, TILES = 64, 9, (4, 16, 7)
-LAYOUT = BatchLayout(MAX_TOKENS, MAX_ROWS, TILES)
+MAX_TOKENS, MAX_SEQS, MAX_ROWS, TILES = 64, 9, 20, (4, 16, 7)
+LAYOUT = BatchLayout(MAX_TOKENS, MAX_SEQS, MAX_ROWS, TILES)
 
 
 @dataclass
