@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ class Harness:
     """A scheduler, a fake executor and the loop between them."""
 
     def __init__(self, num_pages: int = 8, max_num_seqs: int = 4, max_num_batched_tokens: int = 7) -> None:
-        self.executor = FakeExecutor(num_pages, max_num_tokens=max_num_batched_tokens, max_num_rows=max_num_seqs)
+        self.executor = FakeExecutor(num_pages, max_num_tokens=64, max_num_rows=64)
         self.scheduler = Scheduler(
             BlockAllocator(num_pages, 16),
             max_num_seqs=max_num_seqs,
@@ -34,11 +36,13 @@ class Harness:
         self.live.append(sequence)
         return sequence
 
-    def step(self) -> list[Chunk]:
+    def step(self, drafts: str = "") -> list[Chunk]:
+        """drafts: for each guess that follows a single token, as far as its page has room, whether it is right (r)."""
         chunks = self.scheduler.schedule()
         if chunks:
             assert sum(c.count for c in chunks) <= self.scheduler.max_num_batched_tokens
             assert len(chunks) <= self.scheduler.max_num_seqs
+            chunks = [with_drafts(c, drafts) if c.count == 1 and c.sampled else c for c in chunks]
             output = self.executor.step(build_batch(chunks))
             tokens = accepted_tokens(chunks, output.tokens.tolist())
             for sequence in self.scheduler.commit(chunks, tokens):
@@ -58,6 +62,14 @@ class Harness:
     def check_tokens(self) -> None:
         for s in self.finished:
             assert s.tokens[s.num_prompt :].tolist() == solo_tokens(list(s.request.prompt), s.num_output, s.seed)
+
+
+def with_drafts(chunk: Chunk, drafts: str) -> Chunk:
+    s = chunk.sequence
+    room = -(chunk.start + 1) % 16
+    coming = solo_tokens(list(s.request.prompt), s.num_output + len(drafts), s.seed)[s.num_output :]
+    guesses = tuple(t if d == "r" else t + 1 for t, d in zip(coming, drafts, strict=True))[:room]
+    return replace(chunk, count=1 + len(guesses), sampled=range(1 + len(guesses)), drafts=guesses)
 
 
 def prompt(length: int, salt: int) -> list[int]:
@@ -112,6 +124,44 @@ def test_a_step_that_failed_leaves_no_page() -> None:
     h.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize(("drafts", "steps"), [("", 11), ("r", 6), ("rrrr", 3), ("w", 11), ("rw", 6), ("wrr", 11)])
+def test_drafts_change_no_token_and_right_ones_save_steps(drafts: str, steps: int) -> None:
+    """Ten more tokens after the first, on one page."""
+    h = Harness(num_pages=4)
+    sequence = h.add(prompt(3, 1), 11, seed=5)
+    count = 0
+    while h.live:
+        h.step(drafts)
+        count += 1
+    assert count == steps and sequence.num_output >= 11
+    h.check_tokens()
+
+
+def test_pages_of_refused_drafts_are_given_back() -> None:
+    """A token and a guess on the first page, three guesses on the second; only the first one is right."""
+    h = Harness(max_num_batched_tokens=32)
+    sequence = h.add(prompt(14, 1), 20, seed=5)
+    h.step()
+    (chunk,) = h.scheduler.schedule()
+    sequence.pages.extend(h.scheduler.allocator.allocate(sequence.seq_id, 1))
+    chunk = replace(chunk, count=5, sampled=range(5), drafts=(1, 2, 3, 4))
+    h.scheduler.commit([chunk], [[1, 7]])
+    h.scheduler.check_integrity()
+    assert sequence.num_computed == 16 and len(sequence.pages) == 1 and sequence.tokens[-2:].tolist() == [1, 7]
+
+
+def test_a_chunk_gets_a_token_for_one_row_at_least_and_for_all_at_most() -> None:
+    h = Harness()
+    h.add(prompt(3, 1), 8)
+    (chunk,) = h.scheduler.schedule()
+    for tokens in ([], [1, 2]):
+        with pytest.raises(ValueError, match=f"{len(tokens)} tokens for a chunk with 1 rows"):
+            h.scheduler.commit([chunk], [tokens])
+    with pytest.raises(ValueError, match="2 tokens for the rows of 1 chunks"):
+        accepted_tokens([chunk], [1, 2])
+    assert h.live[0].num_computed == 0 and h.live[0].num_output == 0
+
+
 def test_more_sequences_than_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="max_num_seqs"):
         Scheduler(BlockAllocator(4, 16), max_num_seqs=8, max_num_batched_tokens=7)
@@ -137,10 +187,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(range(len(self.h.live))))
         self.h.scheduler.finish(self.h.live.pop(sequence))
 
-    @rule(count=st.integers(1, 12))
-    def steps(self, count: int) -> None:
+    @rule(count=st.integers(1, 12), drafts=st.sampled_from(["", "", "r", "rrr", "w", "rwr"]))
+    def steps(self, count: int, drafts: str) -> None:
         for _ in range(count):
-            self.h.step()
+            self.h.step(drafts)
 
     @invariant()
     def holds(self) -> None:
