@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
+UInt32 = npt.NDArray[np.uint32]
 Float32 = npt.NDArray[np.float32]
 
 
@@ -29,9 +30,10 @@ class RowSampling:
     top_p in (0, 1]. min_p in [0, 1). repetition_penalty > 0, 1 is off. seed: 64 bits, keys the Philox generator;
     the counter is the absolute position of the sampled token, so a token never depends on batching or preemption.
     penalty_tokens / penalty_counts: distinct ids seen so far (prompt and output) and how often each occurs in the
-    output (0: only in the prompt). bias_tokens / bias_values: `logit_bias`. want_logprob: whether anybody reads the
-    token's log-probability; it changes no token.
-    Order: logit_bias, repetition, presence and frequency penalties, temperature, min_p, top_k, top_p.
+    output (0: only in the prompt). bias_tokens / bias_values: `logit_bias`. allowed: a mask of ceil(V / 32) words, of
+    which bit i % 32 of word i // 32 says whether id i may be chosen; at least one may. want_logprob: whether anybody
+    reads the token's log-probability, which is that of the raw logits; it changes no token.
+    Order: allowed, logit_bias, repetition, presence and frequency penalties, temperature, min_p, top_k, top_p.
     """
 
     temperature: float = 1.0
@@ -46,6 +48,7 @@ class RowSampling:
     penalty_counts: Int32 | None = None
     bias_tokens: Int32 | None = None
     bias_values: Float32 | None = None
+    allowed: UInt32 | None = None
     want_logprob: bool = True
 
 

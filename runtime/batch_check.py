@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from llmc.runtime.batch import Batch, Executor, Int32
+from llmc.runtime.batch import Batch, Executor, Int32, UInt32
 
 _SHORT = 256
 
@@ -33,7 +33,18 @@ def check_batch(batch: Batch, executor: Executor) -> None:
         raise ValueError("a row to sample is no token of the batch")
     if _largest(tokens) >= executor.vocab_size:
         raise ValueError("a token id is outside the vocabulary")
+    for row in batch.sampling:
+        if row.allowed is not None:
+            _check_mask(row.allowed, executor.vocab_size)
     _check_pages(batch, executor)
+
+
+def _check_mask(allowed: UInt32, vocab_size: int) -> None:
+    if allowed.dtype != np.uint32 or allowed.shape != (-(-vocab_size // 32),):
+        raise ValueError("a mask of allowed tokens has another size than the vocabulary")
+    last = allowed[-1] & np.uint32((1 << (vocab_size - 1) % 32 + 1) - 1)
+    if not (last or allowed[:-1].any()):
+        raise ValueError("a mask allows no token")
 
 
 def _check_pages(batch: Batch, executor: Executor) -> None:

@@ -33,7 +33,7 @@ from typing import Any
 from llmc.errors import UserError
 
 MAGIC = b"LLMCPLAN"
-ABI_VERSION = 4
+ABI_VERSION = 5
 """Equal to kAbiVersion in kernels/cpu/abi.h."""
 PAGE = 4096
 CHUNK = 16 << 20

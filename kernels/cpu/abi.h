@@ -6,7 +6,7 @@
 
 namespace llmc {
 
-constexpr int kAbiVersion = 4;
+constexpr int kAbiVersion = 5;
 constexpr int kPageSize = 16;  // positions per KV page
 
 // Sampling of one row; see RowSampling in runtime/batch.py. 64 bytes.
@@ -17,7 +17,7 @@ struct RowSampling {
   int32_t penalty_offset, bias_offset; // first entry of this row in the batch's flat arrays
   int32_t no_logprob;                  // not 0: nobody asks for the token's log-probability
   uint64_t seed;
-  uint64_t reserved;
+  int32_t num_allowed, allowed_offset; // words of the row's mask, 0 without one; its first word
 };
 static_assert(sizeof(RowSampling) == 64, "mirrored in runtime/sampling_rows.py");
 
@@ -33,6 +33,7 @@ struct Batch {
   const int32_t* penalty_counts;
   const int32_t* bias_tokens;
   const float* bias_values;
+  const uint32_t* allowed;  // masks of ceil(V / 32) words: bit i % 32 of word i / 32 says whether id i may be chosen
   int32_t* out_tokens;    // [R]
   float* out_logprobs;    // [R]; NaN where nobody asks
   float* logits;          // [R][V], or null when not asked for

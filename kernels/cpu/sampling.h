@@ -1,6 +1,8 @@
 // From a row of logits to a token, as RowSampling in runtime/batch.py describes it.
 //
 // For a row l of V logits (a NaN counts as -inf, +inf as the largest float):
+//   0. With a mask of allowed ids, l of the others is -inf, and that of the allowed at least -1e30: one is chosen,
+//      whatever the logits are.
 //   1. l += logit_bias; repetition penalty r: l > 0 ? l / r : l * r for every token seen; tokens that occur c > 0 times
 //      in the output: l -= presence, then l -= frequency * c.
 //   2. temperature 0: the largest l, the lowest id on a tie. Otherwise z = (l - max) / temperature, w = exp(z).
@@ -99,6 +101,18 @@ inline float largest_of(const float* logits, int vocab) {
   float found = hmax(largest);
   for (; i < vocab; ++i) found = logits[i] > found ? logits[i] : found;
   return found < __FLT_MAX__ ? found : __FLT_MAX__;
+}
+
+constexpr float kLowestAllowed = -1e30f;  // so far from -inf that bias and penalties do not reach it
+
+// Step 0, up to the next multiple of 16 ids.
+inline void mask_logits(const uint32_t* allowed, int vocab, float* logits) {
+  i32x16 lanes = splat(1) << lane_ids();
+  for (int i = 0; i < vocab; i += kLanes) {
+    i32x16 bits = splat((int32_t)(allowed[i >> 5] >> (i & 31))) & lanes;
+    f32x16 v = max(load<f32x16>(logits + i), splat(kLowestAllowed));
+    store(logits + i, bits != 0 ? v : splat(-kInf));
+  }
 }
 
 // Bias and penalties; ids outside the vocabulary are ignored. True if there were any.
@@ -229,7 +243,8 @@ inline int32_t sample_row(const Batch& batch, const RowSampling& s, const float*
                           const SampleScratch& scratch, float* logprob) {
   int padded = round_up(vocab, kSumBlock);
   float *logits = scratch.logits, *weights = scratch.weights;
-  bool plain = s.num_bias == 0 && s.num_penalty == 0, greedy = s.temperature == 0.0f, wanted = s.no_logprob == 0;
+  bool masked = s.num_allowed > 0, plain = s.num_bias == 0 && s.num_penalty == 0 && !masked;
+  bool greedy = s.temperature == 0.0f, wanted = s.no_logprob == 0;
   *logprob = __builtin_nanf("");
   if (plain && greedy && !wanted) {
     float largest = largest_of(raw, vocab);
@@ -237,12 +252,10 @@ inline int32_t sample_row(const Batch& batch, const RowSampling& s, const float*
   }
   __builtin_memcpy(logits, raw, sizeof(float) * vocab);
   float raw_max = sanitise(logits, vocab, padded), max = raw_max;
-  if (raw_max == -kInf) {
-    if (wanted) *logprob = -kInf;
-    return 0;
-  }
+  if (wanted) *logprob = -kInf;
+  if (raw_max == -kInf && !masked) return 0;
   double log_total = 0;
-  if (wanted) {
+  if (wanted && raw_max > -kInf) {
     softmax_weights(logits, weights, padded, raw_max, 1.0f);
     log_total = log(block_sums(weights, padded));
     max = 0.0f;
@@ -250,6 +263,7 @@ inline int32_t sample_row(const Batch& batch, const RowSampling& s, const float*
   if (!plain) {
     __builtin_memcpy(logits, raw, sizeof(float) * vocab);
     sanitise(logits, vocab, padded);
+    if (masked) mask_logits(batch.allowed + s.allowed_offset, vocab, logits);
     adjust_logits(batch, s, vocab, logits);
     max = sanitise(logits, vocab, padded);
   }
@@ -262,7 +276,7 @@ inline int32_t sample_row(const Batch& batch, const RowSampling& s, const float*
     bool filtered = s.min_p > 0.0f || s.top_p < 1.0f || (s.top_k > 0 && s.top_k < vocab);
     token = filtered ? sample_filtered(scratch, vocab, padded, s, u) : sample_by_id(weights, vocab, padded, u);
   }
-  if (wanted) {
+  if (wanted && raw_max > -kInf) {
     f32x16 r = splat(raw[token]);
     r = r == r ? min(r, splat(__FLT_MAX__)) : splat(-kInf);
     *logprob = (float)((double)(r[0] - raw_max) - log_total);

@@ -1,7 +1,7 @@
 """From rows of logits to tokens, with the meaning that kernels/cpu/sampling.h defines.
 
-sample_stats looks at all raw rows with many programs, adjust_logits writes the rows that have biases or penalties anew,
-and sample_rows turns a row into a token with one program: no row's result depends on another row.
+sample_stats looks at all raw rows with many programs, adjust_logits writes the rows that have a mask, biases or
+penalties anew, and sample_rows turns a row into a token with one program: no row's result depends on another row.
 
 There is no sort. The order (z descending, then id ascending) is that of an integer: the bits of |z| = (max - l) / T,
 the *key*. A cut (top_k, top_p, the draw) is the smallest key for which the entries with at most that key are many or
@@ -26,6 +26,7 @@ _LAST_KEY = tl.constexpr(0x42D00000)  # of |z| = 104, where exp(z) has left floa
 _DEAD = tl.constexpr(0x7F800000)  # key of an entry without weight
 _FIRST_KEYS = tl.constexpr(0x40000000)  # of |z| = 2; adding _HALF_OCTAVE gives 3, 4, 6, 8, 12, 16
 _HALF_OCTAVE = tl.constexpr(0x00400000)
+_LOWEST_ALLOWED = tl.constexpr(-1e30)
 _BELOW_ONE = tl.constexpr(1.0 - 2.0**-52)
 
 
@@ -63,6 +64,20 @@ def sample_stats(logits, stats, meta, V: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _adjusted(s):
+    """Whether a row has penalties, biases or a mask."""
+    return tl.load(s + 7) + tl.load(s + 8) + tl.load(s + 14) > 0
+
+
+@triton.jit
+def _masked(x, i, s, extra, meta, V: tl.constexpr):
+    """Logits x of ids i, as the row's mask allows them."""
+    words = extra + tl.load(meta + 13) + tl.load(s + 15)
+    word = tl.load(words + (i >> 5), mask=i < V, other=0)
+    return tl.where(((word >> (i & 31)) & 1) != 0, tl.maximum(x, _LOWEST_ALLOWED), -_INF)
+
+
+@triton.jit
 def _biased(x, i, s, extra, meta):
     """Logits x of ids i plus the biases of the row, one after the other: an id may have several."""
     at = tl.load(s + 10)
@@ -93,18 +108,20 @@ def _penalise(row, begin, end, s, extra, meta, BLOCK: tl.constexpr):
 
 @triton.jit
 def adjust_logits(logits, adjusted, sampling, extra, meta, V: tl.constexpr, BLOCK: tl.constexpr):
-    """adjusted [R, V] float32 = the rows of logits that have biases or penalties, with these applied; other rows are
-    left alone. Grid: (R, ceil(V / BLOCK)); a program makes BLOCK ids."""
+    """adjusted [R, V] float32 = the rows of logits that have a mask, biases or penalties, with these applied; other
+    rows are left alone. Grid: (R, ceil(V / BLOCK)); a program makes BLOCK ids."""
     row = tl.program_id(0)
     if row >= tl.load(meta + 1):
         return
     s = sampling + row * _SAMPLING_WORDS
-    if tl.load(s + 7) + tl.load(s + 8) == 0:
+    if not _adjusted(s):
         return
     begin = tl.program_id(1) * BLOCK
     i = begin + tl.arange(0, BLOCK)
     at = row.to(tl.int64) * V
     x = _clean(tl.load(logits + at + i, mask=i < V, other=-_INF))
+    if tl.load(s + 14) > 0:
+        x = _masked(x, i, s, extra, meta, V)
     tl.store(adjusted + at + i, _biased(x, i, s, extra, meta), mask=i < V)
     if tl.load(s + 7) > 0:
         tl.debug_barrier()  # the penalties read what other threads have written
@@ -408,13 +425,14 @@ def sample_rows(logits, adjusted, stats, sampling, positions, rows, out_tokens, 
     raw, scratch = logits + row.to(tl.int64) * V, adjusted + row.to(tl.int64) * V
     raw_top, chunk, log_total = _row_stats(stats + row * (2 * MAX_CHUNKS), V, CHUNK)
     token, logprob = 0, raw_top  # -inf, if all of the row is
-    if raw_top > -_INF:
+    if (raw_top > -_INF) | (tl.load(s + 14) > 0):
         source, top = raw, raw_top
-        if tl.load(s + 7) + tl.load(s + 8) > 0:
+        if _adjusted(s):
             source, chunk = scratch, -1
             top = _largest(source, V, BLOCK)
         position = tl.load(positions + tl.load(rows + row)) + 1
         token = _sample(source, top, chunk, s, position, scratch, V, CHUNK, BLOCK)
-        logprob = _clean(tl.load(raw + token)) - raw_top - log_total
+        if raw_top > -_INF:
+            logprob = _clean(tl.load(raw + token)) - raw_top - log_total
     tl.store(out_tokens + row, token)
     tl.store(out_logprobs + row, logprob)

@@ -28,7 +28,8 @@ from llmc.runtime.plan import ABI_VERSION
 from llmc.runtime.sampling_rows import pack_sampling
 
 _POINTERS = ("tokens", "positions", "query_start", "block_tables", "rows", "sampling", "penalty_tokens",
-             "penalty_counts", "bias_tokens", "bias_values", "out_tokens", "out_logprobs", "logits")  # fmt: skip
+             "penalty_counts", "bias_tokens", "bias_values", "allowed",
+             "out_tokens", "out_logprobs", "logits")  # fmt: skip
 PEAKS = ("fp32", "int8", "int4")
 """Kinds of arithmetic, in the order of `peak_ops` in kernels/cpu/limits.h: float32, and int8 activations with weights
 of 8 and of 4 bits."""

@@ -16,7 +16,7 @@ from typing import Any
 from llmc.errors import UserError
 from llmc.runtime.plan import canonical_json
 
-VERSION = 2
+VERSION = 3
 """Of the archive, its key "abi": changed with the meaning of anything in it."""
 ALIGNMENT = 16
 """Of the binaries in the segment, in bytes."""

@@ -71,7 +71,7 @@ class Launcher:
 
     def run(self, launches: Sequence[Launch], sizes: Mapping[str, int], adjusted: bool) -> None:
         """Launches what a step of these sizes (T, R, S, D, tiles0…) needs, in order. "decode" calls run when a sequence
-        has one token, "prefill" calls when one has more, "adjust" calls when a row has penalties or biases."""
+        has one token, "prefill" calls when one has more, "adjust" calls when a row has penalties, biases or a mask."""
         symbols = {"": 0, **sizes, "programs": self._programs}
         wanted = {
             "always": True, "decode": sizes["D"] > 0, "prefill": sizes["D"] < sizes["S"], "adjust": adjusted,

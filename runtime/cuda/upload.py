@@ -1,7 +1,7 @@
 """The batch as kernels read it: derived arrays, and the one buffer in which they travel to the device.
 
-The buffer has the bounded arrays at fixed offsets, then a tail: the block tables and, behind them, the penalties and
-biases of the rows (`extra`). Both are addressed from the tail's start, so that what is copied is what is used.
+The buffer has the bounded arrays at fixed offsets, then a tail: the block tables and, behind them, the penalties,
+biases and masks of the rows (`extra`). Both are addressed from the tail's start: what is copied is what is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmc.runtime.sampling_rows import ROW_SAMPLING, pack_sampling
 META_WORDS = 16
 BLOCK = 64
 """Positions of one work item of split attention."""
-_EXTRA = ("penalty_tokens", "penalty_counts", "bias_tokens", "bias_values")
+_EXTRA = ("penalty_tokens", "penalty_counts", "bias_tokens", "bias_values", "allowed")
 _EXTRA_META = 9
 _SAMPLING_WORDS = ROW_SAMPLING.itemsize // 4
 _ALIGNMENT = 64
@@ -30,7 +30,8 @@ class Step:
     """One batch, ready to be written. `arrays`: the bounded arrays by name, int32, meta among them. `tail`: words.
 
     sizes: T, R, S, D (sequences of exactly one token) and tiles0… by their names in a launch list. items: work items
-    of split attention. adjusted: a row has penalties or biases. decode: every sequence has one token and samples it.
+    of split attention. adjusted: a row has penalties, biases or a mask. decode: every sequence has one token and
+    samples it.
     """
 
     arrays: dict[str, Int32]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 _POINTERS = "tokens positions query_start block_tables rows sampling penalty_tokens penalty_counts bias_tokens"
-_POINTERS += " bias_values out_tokens out_logprobs logits"
+_POINTERS += " bias_values allowed out_tokens out_logprobs logits"
 _COUNTS = "num_tokens num_seqs num_rows block_table_stride"
 
 
@@ -21,7 +21,7 @@ class CBatch(ctypes.Structure):
 ROW_SAMPLING = np.dtype(
     [(n, np.float32) for n in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")]
     + [(n, np.int32) for n in ("top_k", "num_penalty", "num_bias", "penalty_offset", "bias_offset", "no_logprob")]
-    + [("seed", np.uint64), ("reserved", np.uint64)]
+    + [("seed", np.uint64), ("num_allowed", np.int32), ("allowed_offset", np.int32)]
 )
 
 

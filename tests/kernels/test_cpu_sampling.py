@@ -38,15 +38,26 @@ def kernel_exp(unit, x):
     return out[: x.size]
 
 
+def words_of(allowed, vocab):
+    """The mask of a set of ids; bits past the vocabulary are set, as nothing may read them."""
+    bits = np.ones(-(-vocab // 32) * 32, np.uint8)
+    bits[:vocab] = np.isin(np.arange(vocab), list(allowed))
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
 def sample(unit, logits, rows, positions=None, threads=1, want_logits=False):
-    """rows: one dict of RowSampling fields (and `penalties`, `bias`: id -> value) per row of logits."""
+    """rows: one dict of RowSampling fields (and `penalties`, `bias`: id -> value; `allowed`: ids) per row of logits."""
     r, vocab = logits.shape
     sampling = np.zeros(r, ROW_SAMPLING)
     sampling["temperature"], sampling["top_p"], sampling["repetition"] = 1, 1, 1
     ids, counts, bias_ids, bias_values = [], [], [], []
+    masks = np.zeros(3, np.uint32)  # something else comes first
     for i, row in enumerate(rows):
         row = dict(row)
         penalties, bias = row.pop("penalties", {}), row.pop("bias", {})
+        mask = words_of(row.pop("allowed"), vocab) if "allowed" in row else np.zeros(0, np.uint32)
+        sampling["num_allowed"][i], sampling["allowed_offset"][i] = len(mask), len(masks)
+        masks = np.concatenate([masks, mask])
         for name, value in row.items():
             sampling[name][i] = value
         sampling["num_penalty"][i], sampling["penalty_offset"][i] = len(penalties), len(ids)
@@ -67,6 +78,7 @@ def sample(unit, logits, rows, positions=None, threads=1, want_logits=False):
         penalty_counts=np.array(counts, np.int32),
         bias_tokens=np.array(bias_ids, np.int32),
         bias_values=np.array(bias_values, np.float32),
+        allowed=masks,
         out_tokens=out,
         out_logprobs=logprobs,
         logits=raw,
@@ -86,6 +98,9 @@ def uniform(unit, seed, position):
 def reference(unit, logits, row, position):
     """The token by the definition in sampling.h, sums in float64; None where it is too close to call."""
     x = np.where(np.isnan(logits), -np.inf, logits).astype(np.float32)
+    if "allowed" in row:
+        x = np.where(np.isin(np.arange(x.size), list(row["allowed"])), np.maximum(x, np.float32(-1e30)), -np.inf)
+        x = x.astype(np.float32)
     for i, value in row.get("bias", {}).items():
         x[i] += np.float32(value)
     for i, count in row.get("penalties", {}).items():
@@ -155,7 +170,11 @@ ROWS = {
         "bias": {5: 3.0, 6: -100.0},
         "top_p": 0.95,
     },
+    "allowed": {"allowed": range(0, 1000, 3)},
+    "allowed_one": {"allowed": [0], "temperature": 0.5},
+    "allowed_greedy": {"allowed": [0, 5, 16, 31, 32, 33, 299, 998], "temperature": 0.0},
 }
+ROWS["allowed_all_ways"] = ROWS["penalties"] | {"allowed": range(0, 1000, 2), "top_k": 9, "min_p": 0.01}
 
 
 @pytest.mark.parametrize("vocab", [1, 17, 300, 1000])
@@ -200,6 +219,33 @@ def test_no_token_depends_on_whether_its_logprob_is_wanted(unit, name, vocab):
     got, logprobs = sample(unit, logits, [row | {"no_logprob": 1} for row in rows])
     assert np.array_equal(got, wanted)
     assert np.isnan(logprobs).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 300])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_is_kept_whatever_the_logits_are(unit, vocab, temperature):
+    """Also where every logit that it allows, or every one there is, is -inf or NaN, and over the largest bias."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.standard_normal((40, vocab)).astype(np.float32)
+    rows = []
+    for i in range(40):
+        allowed = np.flatnonzero(rng.random(vocab) < 0.3).tolist() or [int(rng.integers(vocab))]
+        if i % 4 == 1:
+            logits[i, allowed] = -np.inf
+        if i % 4 == 2:
+            logits[i] = [-np.inf, np.nan][i % 8 // 4]
+        bias = dict.fromkeys(range(0, vocab, 2), 100.0) if i % 4 == 3 else {}
+        penalties = dict.fromkeys(range(vocab), 3)
+        rows.append({"allowed": allowed, "seed": i, "temperature": temperature, "bias": bias, "penalties": penalties,
+                     "repetition": 100.0, "presence": 2.0})  # fmt: skip
+    tokens, logprobs = sample(unit, logits, rows)
+    assert all(token in row["allowed"] for token, row in zip(tokens.tolist(), rows, strict=True))
+    x = logits.astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        want = (x - np.log(np.nansum(np.exp(x), axis=1, keepdims=True)))[np.arange(40), tokens]
+    some = np.isfinite(want)
+    assert some.any() and np.abs(logprobs[some] - want[some]).max() <= 2e-6  # of the raw logits
+    assert (logprobs[~some] == -np.inf).all()
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie(unit):
@@ -261,6 +307,9 @@ def test_bad_logits_neither_crash_nor_hang(unit, row):
     logits[8] = np.random.default_rng(5).integers(0, 2**32, 300, dtype=np.uint32).view(np.float32)
     tokens, _ = sample(unit, logits, [row | {"seed": 3}] * 9)
     assert ((tokens >= 0) & (tokens < 300)).all()
+    if "allowed" in row:
+        assert all(token in row["allowed"] for token in tokens.tolist())
+        return
     assert tokens[3] == 7
     assert not (tokens[4] % 2 == 0 and "bias" not in row)
 

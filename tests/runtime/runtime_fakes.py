@@ -24,12 +24,15 @@ EOS = 257
 
 
 def next_token(history: list[int], sampling: RowSampling, vocab_size: int) -> int:
-    """The pseudo-model: depends on all tokens, on the seed unless greedy, and honours logit_bias."""
+    """The pseudo-model: depends on all tokens, on the seed unless greedy, and honours logit_bias and masks."""
     key = f"{history}|{sampling.seed if sampling.temperature > 0 else 0}|{len(history)}"
     logits = pseudo_logits(key, vocab_size)
     if sampling.bias_tokens is not None:
         assert sampling.bias_values is not None
         np.add.at(logits, sampling.bias_tokens, sampling.bias_values)
+    if sampling.allowed is not None:
+        allowed = np.unpackbits(sampling.allowed.view(np.uint8), count=vocab_size, bitorder="little")
+        logits[allowed == 0] = -np.inf
     return int(logits.argmax())
 
 

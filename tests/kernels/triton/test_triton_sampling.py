@@ -20,9 +20,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities,
 MARGIN = 1e-6  # what the sums of the kernels may be off, relative to the total
 
 
-def device_arrays(rows):
-    """Dicts of RowSampling fields (and `penalties`, `bias`: lists of (id, value)) as the kernels get them: `sampling`,
-    the starts of the four arrays in `extra`, `extra`."""
+def allowed_ids(row, vocab):
+    return np.isin(np.arange(vocab), list(row["allowed"]))
+
+
+def device_arrays(rows, vocab):
+    """Dicts of RowSampling fields (and `penalties`, `bias`: lists of (id, value); `allowed`: ids) as the kernels get
+    them: `sampling`, the starts of the five arrays in `extra`, `extra`."""
     made = []
     for row in rows:
         row = dict(row)
@@ -33,26 +37,30 @@ def device_arrays(rows):
             entries = row.pop(name, [])
             row[ids] = np.array([e[0] for e in entries], np.int32)
             row[values] = np.array([e[1] for e in entries], dtype)
+        if "allowed" in row:
+            bits = np.ones(-(-vocab // 32) * 32, np.uint8)  # nothing reads what is past the vocabulary
+            bits[:vocab] = allowed_ids(row, vocab)
+            row["allowed"] = np.packbits(bits, bitorder="little").view(np.uint32)
         made.append(RowSampling(**row))
     sampling, arrays = pack_sampling(tuple(made))
-    names = ("penalty_tokens", "penalty_counts", "bias_tokens", "bias_values")
+    names = ("penalty_tokens", "penalty_counts", "bias_tokens", "bias_values", "allowed")
     words = [np.zeros(0, np.int32) if arrays[n] is None else arrays[n].view(np.int32) for n in names]
     starts = np.cumsum([7, *(w.size for w in words)])  # something else comes first
     extra = np.concatenate([np.full(7, 3, np.int32), *words, np.full(3, 3, np.int32)])
-    return sampling, starts[:4], extra
+    return sampling, starts[:5], extra
 
 
 def sample(logits, rows, positions=None, block=BLOCK, spare=1):
     """Tokens and log-probabilities of logits [R, V]; `spare` programs and output rows more than there are rows."""
     r, vocab = logits.shape
-    sampling, starts, extra = device_arrays(rows)
+    sampling, starts, extra = device_arrays(rows, vocab)
     positions = np.arange(r) if positions is None else np.asarray(positions)
     rng = np.random.default_rng(r)
     where = rng.permutation(r + 5)[:r]  # `rows` points into more tokens than are sampled
     token_positions = np.full(r + 5, 999)
     token_positions[where] = positions
     meta = np.full(16, -1)
-    meta[1], meta[9:13] = r, starts
+    meta[1], meta[9:14] = r, starts
     integers = [meta, token_positions, where, sampling.view(np.int32), extra]
     meta, token_positions, where, sampling, extra = (
         torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in integers
@@ -95,8 +103,10 @@ def clean(logits):
 
 
 def adjust(logits, row):
-    """Step 1 of sampling.h, in float32."""
+    """Steps 0 and 1 of sampling.h, in float32."""
     x = clean(logits)
+    if "allowed" in row:
+        x = np.where(allowed_ids(row, x.size), np.maximum(x, np.float32(-1e30)), np.float32(-np.inf))
     repetition = np.float32(row.get("repetition_penalty", 1))
     presence, frequency = (np.float32(row.get(f"{n}_penalty", 0)) for n in ("presence", "frequency"))
     for i, value in row.get("bias", []):
@@ -115,7 +125,7 @@ def reference(logits, row, position):
     """The token, and how near the nearest decision was: a distance in the sum of weights over their total."""
     x, margin = adjust(logits, row), np.inf
     temperature = np.float32(row.get("temperature", 1))
-    if clean(logits).max() == -np.inf:
+    if clean(logits).max() == -np.inf and "allowed" not in row:
         return 0, margin
     if temperature == 0 or x.max() == -np.inf:
         return int(np.argmax(x)), margin
@@ -239,6 +249,10 @@ ROWS = {
         "bias": [(5, 3.0), (6, -100.0), (5, -1.5), (2**31 - 1, 90.0), (-2, 90.0), (299, 0.5)],
     },
 }
+ROWS["allowed"] = {"allowed": range(0, 1500, 3)}
+ROWS["allowed_one"] = {"allowed": [0], "temperature": 0.5}
+ROWS["allowed_greedy"] = {"allowed": [0, 5, 16, 31, 32, 33, 299], "temperature": 0.0}
+ROWS["allowed_penalties"] = ROWS["penalties"] | {"allowed": range(0, 1500, 2), "top_p": 0.9}
 ROWS["penalties_top_p"] = ROWS["penalties"] | {"top_p": 0.95}
 ROWS["penalties_top_k"] = ROWS["penalties"] | {"top_k": 7, "temperature": 0.7}
 ROWS["penalties_flat"] = ROWS["penalties"] | {"top_p": 0.99, "temperature": 20.0}
@@ -317,14 +331,34 @@ def test_a_bias_may_forbid_every_token():
     assert tokens.tolist() == [0, 0] and np.allclose(logprobs, -np.log(20))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_is_kept_whatever_the_logits_are(temperature):
+    """Also where every logit that it allows, or every one there is, is -inf, and over the largest bias."""
+    rng = np.random.default_rng(7)
+    logits = rng.standard_normal((12, 70)).astype(np.float32)
+    rows = []
+    for i in range(12):
+        allowed = np.flatnonzero(rng.random(70) < 0.2).tolist()
+        if i % 4 == 1:
+            logits[i, allowed] = -np.inf
+        if i % 4 == 2:
+            logits[i] = [-np.inf, np.nan][i % 8 // 4]
+        bias = [(j, 100.0) for j in range(0, 70, 2)] if i % 4 == 3 else []
+        penalties = [(j, 3) for j in range(70)]
+        rows.append({"allowed": allowed, "seed": i, "temperature": temperature, "bias": bias, "penalties": penalties,
+                     "repetition_penalty": 100.0, "presence_penalty": 2.0})  # fmt: skip
+    tokens = check(logits, rows)
+    assert all(token in row["allowed"] for token, row in zip(tokens.tolist(), rows, strict=True))
+
+
 def test_adjusted_rows_have_the_bits_of_the_definition():
     logits, rows = random_rows(900, ROWS["penalties"], 3, 1)
     ids = np.random.default_rng(2).permutation(900)
     rows[0] = rows[0] | {"penalties": [(int(i), int(i) % 4) for i in ids], "bias": [(int(i), 0.3) for i in ids[:200]]}
     rows[1] = {"repetition_penalty": 1.7}  # no token has been seen
-    sampling, starts, extra = device_arrays(rows)
+    sampling, starts, extra = device_arrays(rows, 900)
     meta = np.full(16, -1, np.int32)
-    meta[1], meta[9:13] = 3, starts
+    meta[1], meta[9:14] = 3, starts
     adjusted = torch.full((4, 900), 7.0)
     arrays = [torch.from_numpy(a) for a in (sampling.view(np.int32), extra, meta)]
     names = ("sampling", "extra", "meta")

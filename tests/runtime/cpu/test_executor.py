@@ -8,7 +8,7 @@ import gc
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,23 @@ def test_penalties_and_bias_reach_their_own_row() -> None:
     assert found.tolist() == [plain[0], 7, 9, plain[3]]
 
 
+def test_a_mask_reaches_its_own_row() -> None:
+    engine = executor()
+    masked = replace(GREEDY, allowed=_mask([7, 9]), bias_tokens=np.int32([3]), bias_values=np.float32([1e4]))
+    one = RowSampling(temperature=2.0, allowed=_mask([VOCAB - 1]))
+    rows = np.array([1, 2, 3, 4], np.int32)
+    plain = engine.step(_good(rows=rows, sampling=(GREEDY,) * 4))
+    found = engine.step(_good(rows=rows, sampling=(GREEDY, masked, one, GREEDY)))
+    engine.close()
+    assert plain.logits is not None and found.logits is not None
+    best = [7, 9][plain.logits[1, [7, 9]].argmax()]
+    assert found.tokens.tolist() == [plain.tokens[0], best, VOCAB - 1, plain.tokens[3]]
+    assert np.array_equal(found.logits, plain.logits)
+    shifted = plain.logits.astype(np.float64)
+    shifted -= np.log(np.exp(shifted).sum(-1, keepdims=True))
+    np.testing.assert_allclose(found.logprobs, shifted[range(4), found.tokens], atol=1e-5)  # of the raw logits
+
+
 def test_a_batch_that_samples_nothing_still_fills_the_pages() -> None:
     engine = executor()
     s = Sequences(engine, [list(PROMPT)])
@@ -202,6 +219,12 @@ def test_a_batch_that_samples_nothing_still_fills_the_pages() -> None:
 
 
 # ---- what is refused
+
+
+def _mask(allowed: Iterable[int]) -> Any:
+    bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
+    bits[list(allowed)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def _good(tokens: int = 0, skip: int = 0, **changes: Any) -> Batch:
@@ -270,6 +293,10 @@ BAD: dict[str, dict[str, Any]] = {
         "sampling": (replace(GREEDY, penalty_tokens=_i32(1, 2), penalty_counts=_i32(1)), *_G.sampling[1:]),
     },
     "bias without values": {"sampling": (replace(GREEDY, bias_tokens=_i32(1)), *_G.sampling[1:])},
+    "a mask that allows nothing": {"sampling": (replace(GREEDY, allowed=_mask([])), *_G.sampling[1:])},
+    "a mask of what no token is": {"sampling": (replace(GREEDY, allowed=~_mask(range(VOCAB))), *_G.sampling[1:])},
+    "a mask too short": {"sampling": (replace(GREEDY, allowed=_mask([1])[:-1]), *_G.sampling[1:])},
+    "a mask of another type": {"sampling": (replace(GREEDY, allowed=_mask([1]).view(np.int32)), *_G.sampling[1:])},
     "values too short": {
         "sampling": (
             replace(GREEDY, bias_tokens=_i32(1, 2), bias_values=np.float32([1])), *_G.sampling[1:],

@@ -17,6 +17,7 @@ from llmc.runtime.batch import Batch, RowSampling
 from llmc.runtime.cuda.upload import BatchBuffer, BatchLayout, derive_step
 
 MAX_TOKENS, MAX_SEQS, MAX_ROWS, TILES = 64, 9, 20, (4, 16, 7)
+MASKS = [np.array([n, n + 1], np.uint32) for n in (5, 2**32 - 2)]
 LAYOUT = BatchLayout(MAX_TOKENS, MAX_SEQS, MAX_ROWS, TILES)
 
 
@@ -54,6 +55,8 @@ def _samplings(draw: Any) -> RowSampling:
         fields |= {"penalty_tokens": array, "penalty_counts": array + np.int32(3), "presence_penalty": 0.5}
     if kind in ("bias", "both"):
         fields |= {"bias_tokens": array[::-1].copy(), "bias_values": array.astype(np.float32) / 4}
+    if draw(st.booleans()):
+        fields["allowed"] = draw(st.sampled_from(MASKS))
     return RowSampling(**fields)
 
 
@@ -92,7 +95,7 @@ def test_every_array_is_what_the_contract_says(value: Batch) -> None:
     stride = max((n + 15) // 16 for n in lens)
     meta = found.words("meta", 16)
     assert meta[:6] == [tokens, rows, seqs, len(decoding), blocks[-1], stride]
-    assert meta[6:9] == [len(t) for t in tiles] and meta[13:] == [0, 0, 0]
+    assert meta[6:9] == [len(t) for t in tiles] and meta[14:] == [0, 0]
     assert found.words("tokens", tokens) == value.tokens.tolist()
     assert found.words("positions", tokens) == value.positions.tolist()
     assert found.words("seqs", tokens) == [s for s, (a, b) in enumerate(spans) for _ in range(a, b)]
@@ -103,14 +106,14 @@ def test_every_array_is_what_the_contract_says(value: Batch) -> None:
     for i, wanted in enumerate(tiles):
         assert found.words(f"tiles{i}", 2 * len(wanted)) == [n for tile in wanted for n in tile]
     assert found.words("tables", seqs * stride) == value.block_tables[:, :stride].ravel().tolist()
-    _check_sampling(found, value, meta[9:13])
+    _check_sampling(found, value, meta[9:14])
 
 
 def _check_sampling(found: Written, value: Batch, starts: list[int]) -> None:
-    """The records of abi.h, and through their offsets each row's own penalties and biases."""
+    """The records of abi.h, and through their offsets each row's own penalties, biases and mask."""
     end = LAYOUT.tail + 4 * meta_tail(value)
     for i, row in enumerate(value.sampling):
-        record = struct.unpack_from("<6f6iQQ", found.memory, LAYOUT.offsets["sampling"] + 64 * i)
+        record = struct.unpack_from("<6f6iQ2i", found.memory, LAYOUT.offsets["sampling"] + 64 * i)
         assert record[0] == np.float32(row.temperature) and record[6] == row.top_k and record[12] == row.seed
         num_penalty, num_bias, penalty_at, bias_at = record[7:11]
         penalties = [] if row.penalty_tokens is None else row.penalty_tokens.tolist()
@@ -122,13 +125,16 @@ def _check_sampling(found: Written, value: Batch, starts: list[int]) -> None:
         bits = np.array(found.words("extra", num_bias, starts[3] + bias_at), np.int32)
         wanted = [] if row.bias_values is None else row.bias_values.tolist()
         assert bits.view(np.float32).tolist() == wanted
+        mask = [] if row.allowed is None else row.allowed.view(np.int32).tolist()
+        assert record[13] == len(mask) and found.words("extra", len(mask), starts[4] + record[14]) == mask
     assert found.used == end
 
 
 def meta_tail(value: Batch) -> int:
     """Words of the tail: tables, then what the rows have."""
     lens = [int(value.positions[b - 1]) + 1 for b in value.query_start[1:]]
-    extras = [a for r in value.sampling for a in (r.penalty_tokens, r.penalty_counts, r.bias_tokens, r.bias_values)]
+    extras = [a for r in value.sampling for a in
+              (r.penalty_tokens, r.penalty_counts, r.bias_tokens, r.bias_values, r.allowed)]  # fmt: skip
     return len(lens) * max((n + 15) // 16 for n in lens) + sum(len(a) for a in extras if a is not None)
 
 
@@ -141,7 +147,9 @@ def test_what_is_said_of_a_step(value: Batch) -> None:
         "T": sum(counts), "R": len(value.rows), "S": len(counts), "D": counts.count(1),
         **{f"tiles{i}": sum(-(-n // t) for n in counts if n > 1) for i, t in enumerate(TILES)},
     }  # fmt: skip
-    assert step.adjusted == any(r.penalty_tokens is not None or r.bias_tokens is not None for r in value.sampling)
+    assert step.adjusted == any(
+        a is not None for r in value.sampling for a in (r.penalty_tokens, r.bias_tokens, r.allowed)
+    )
     assert step.decode == (set(counts) == {1} and value.rows.tolist() == list(range(len(counts))))
     assert step.items == sum(-(-(int(p) + 1) // 64) for p in _last_positions(value, single=True))
 
