@@ -40,7 +40,7 @@ test-gpu-code: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow tests/codegen/test_triton_models.py -k every_kernel
 	$(BIN)/python -m pytest -m slow -n 2 tests/kernels/triton tests/runtime/cuda
 
-# CPUs that this machine is not: emulated. Needs Debian's qemu-user and libc6-arm64-cross, or skips what needs them.
+# CPUs that this machine is not: emulated. aarch64 needs Debian's qemu-user and libc6-arm64-cross, or is skipped.
 test-cross: $(VENV)/installed
 	$(BIN)/python -m pytest -m cross -n 2 --dist loadfile -rs tests/kernels tests/e2e/test_other_cpus.py
 

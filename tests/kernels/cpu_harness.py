@@ -4,8 +4,8 @@ A wrapper is an `EXPORT` function whose first parameter is a `Par`; `Unit.run` c
 a team, on threads of its own. A 2-D float32 array is passed as a `Mat`, any other array as a pointer, a Python float as
 float, None as a null pointer.
 
-Code for aarch64 runs in a process of its own under qemu-user (cross_guest.py), the team in turn. A structure with
-pointers says in `arrays` what they point into, so that it can be passed there.
+Code for aarch64, and on request code with AVX-512 or AVX-VNNI, runs emulated in a process of its own (cross_guest.py),
+the team in turn. A structure with pointers says in `arrays` what they point into, so that it can be passed there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cross_guest import PACKAGES, SYSROOT, Guest, is_installed
+from cross_guest import Guest, Machine, bochs, lacks_bochs, lacks_qemu, qemu
 
 import llmc.kernels
 from llmc.runtime.cpu.targets import parse_target
@@ -33,19 +33,19 @@ HEADERS = Path(llmc.kernels.__file__).resolve().parent / "cpu"
 PORTABLE, V3, V4 = "x86_64", "x86_64_v3", "x86_64_v4+avx512vnni"
 AVXVNNI = parse_target("cpu:x86-64-v3+avxvnni").zig_cpu
 AARCH64 = parse_target("cpu:aarch64+dotprod").zig_cpu
-VNNI_EMULATED, AVXVNNI_EMULATED = "x86_64_v3 as if with VNNI", "x86_64_v3 as if with AVX-VNNI"
-"""The VNNI branches on AVX2: instructions emulated, the logic real."""
-_EMULATED = {VNNI_EMULATED: "__AVX512VNNI__", AVXVNNI_EMULATED: "__AVXVNNI__"}
-"""The macro that chooses the branch."""
-ON_AARCH64 = pytest.param(AARCH64, marks=pytest.mark.cross)
-CROSS = [*(pytest.param(m, marks=pytest.mark.cross) for m in (AVXVNNI_EMULATED, AVXVNNI)), ON_AARCH64]
-"""Parameters for the variants that `make test-cross` runs."""
+V4_IN_BOCHS, AVXVNNI_IN_BOCHS = f"{V4} in Bochs", f"{AVXVNNI} in Bochs"
+BOCHS = {V4_IN_BOCHS: (V4, "ice_lake"), AVXVNNI_IN_BOCHS: (AVXVNNI, "arrow_lake")}
+"""Variants whose code runs in an emulated CPU: what is compiled, and a CPU that has these instructions and not many
+more."""
+VNNI_EMULATED = "x86_64_v3 as if with VNNI"
+"""The VNNI branch on AVX2, where no emulator is: instructions emulated, the logic real."""
+EMULATED = [pytest.param(m, marks=pytest.mark.cross) for m in (*BOCHS, AARCH64)]
+"""Parameters for the variants that `make test-cross` runs in an emulator, on every machine."""
 _V3_FLAGS = {"avx2", "fma", "f16c", "bmi2"}
 _FLAGS_NEEDED: dict[str, set[str]] = {
     PORTABLE: set(),
     V3: _V3_FLAGS,
     VNNI_EMULATED: _V3_FLAGS,
-    AVXVNNI_EMULATED: _V3_FLAGS,
     AVXVNNI: _V3_FLAGS | {"avx_vnni"},
     V4: {"avx512_vnni", "avx512vl", "avx512bw"},
 }
@@ -93,20 +93,21 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
-def can_run(mcpu: str) -> bool:
-    if sys.platform != "linux":
-        return False
+def lacks(mcpu: str) -> str:
+    """What this machine needs before it can run code for mcpu, or nothing."""
     if mcpu == AARCH64:
-        return is_installed()
-    return os.uname().machine == "x86_64" and _FLAGS_NEEDED[mcpu] <= _cpu_flags()
+        return lacks_qemu()
+    if mcpu in BOCHS:
+        return lacks_bochs()
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        return "Linux on x86-64"
+    return ", ".join(sorted(_FLAGS_NEEDED[mcpu] - _cpu_flags()))
 
 
 def require(mcpu: str) -> str:
     """mcpu, or a skip that says what this machine lacks."""
-    if not can_run(mcpu):
-        if mcpu == AARCH64:
-            pytest.skip(f"no qemu-aarch64 with a C library in {SYSROOT}: apt-get install {PACKAGES}")
-        pytest.skip(f"this CPU lacks {', '.join(sorted(_FLAGS_NEEDED[mcpu] - _cpu_flags()))} for {mcpu}")
+    if missing := lacks(mcpu):
+        pytest.skip(f"{mcpu} needs {missing}")
     return mcpu
 
 
@@ -120,25 +121,32 @@ def _cache_dir() -> Path:
 
 def compile_unit(wrappers: str, mcpu: str) -> Path:
     """The shared object of these wrappers; cached by everything that it depends on."""
+    mcpu = BOCHS[mcpu][0] if mcpu in BOCHS else mcpu
     target = parse_target("cpu:aarch64+dotprod" if mcpu == AARCH64 else "cpu:x86-64").zig_target
     flags = ["-O3", "-std=c++20", "-nostdlib++", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off"]
     flags += ["-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
     emulation = Path(__file__).with_name("vnni_emulation.h")
-    if mcpu in _EMULATED or mcpu == PORTABLE:
+    if mcpu in (VNNI_EMULATED, PORTABLE):
         flags += ["-O1"]  # compiles in half the time
-    if mcpu in _EMULATED:
-        flags += [f"-D{_EMULATED[mcpu]}=1", "-include", str(emulation)]
+    if mcpu == VNNI_EMULATED:
+        flags += ["-D__AVX512VNNI__=1", "-include", str(emulation)]
         mcpu = V3
     flags += ["-target", target, f"-mcpu={mcpu}", f"-I{HEADERS}"]
     headers = b"".join(path.read_bytes() for path in [*sorted(HEADERS.glob("*.h")), emulation])
     return _compile(_PREAMBLE + wrappers, ".cpp", flags, headers)
 
 
-def compile_guest() -> Path:
-    """The program that calls code for aarch64."""
+def emulator(mcpu: str) -> Machine | None:
+    """What runs code for mcpu; None for this machine itself."""
+    here = Path(__file__)
+    if mcpu in BOCHS:
+        flags = ["-O1", "-shared", "-fPIC", "-target", parse_target("cpu:x86-64").zig_target]
+        return bochs(BOCHS[mcpu][1], _compile(here.with_name("bochs_shim.c").read_text(), ".c", flags))
+    if mcpu != AARCH64:
+        return None
     target = parse_target("cpu:aarch64+dotprod")
-    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-target", target.zig_target, f"-mcpu={target.zig_cpu}"]
-    return _compile(Path(__file__).with_name("cross_guest.c").read_text(), ".c", [*flags, "-ldl"])
+    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-target", target.zig_target, f"-mcpu={target.zig_cpu}", "-ldl"]
+    return qemu(_compile(here.with_name("cross_guest.c").read_text(), ".c", flags))
 
 
 def _compile(source: str, suffix: str, flags: list[str], headers: bytes = b"") -> Path:
@@ -188,11 +196,13 @@ def _arrays_of(value: Any) -> tuple[npt.NDArray[Any], ...]:
 
 
 class Unit:
-    """Wrappers compiled for one variant, and called here or, for another architecture, in a guest process."""
+    """Wrappers compiled for one variant, and called here or, where it is emulated, in a guest process."""
 
-    def __init__(self, wrappers: str, mcpu: str) -> None:
+    def __init__(self, wrappers: str, mcpu: str, cpu: str | None = None) -> None:
+        """cpu: the variant whose machine runs it, if not mcpu's own."""
         path = compile_unit(wrappers, mcpu)
-        self.guest = Guest(path, compile_guest()) if mcpu == AARCH64 else None
+        machine = emulator(cpu or mcpu)
+        self.guest = None if machine is None else Guest(path, machine)
         self.library = ctypes.CDLL(str(path)) if self.guest is None else None
 
     def run(self, name: str, *args: Any, threads: int = 1) -> None:

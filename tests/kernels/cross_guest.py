@@ -1,4 +1,7 @@
-"""Calls the functions of an aarch64 shared object with numpy arrays, in a process under qemu-user.
+"""Calls the functions of a shared object for another CPU with numpy arrays, in a process that emulates it.
+
+Code for aarch64 runs under qemu-user (cross_guest.c), code for x86-64 with more instructions than this CPU may have in
+Bochs (bochs_guest.py).
 
 The process shares a file with this one. For a call, the arrays that its arguments point into are copied there, the
 pointers translated, and the arrays copied back afterwards. So a kernel sees the same bytes, the same aliasing and the
@@ -8,10 +11,13 @@ same alignment as it would here.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import mmap
+import os
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterable
@@ -20,19 +26,52 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-SYSROOT = Path("/usr/aarch64-linux-gnu")
-PACKAGES = "qemu-user libc6-arm64-cross"
-"""Debian's packages with the emulator and the C library that the object needs."""
-CPU = "neoverse-n1"
+_SYSROOT = Path("/usr/aarch64-linux-gnu")
+_OLDEST_AARCH64 = "neoverse-n1"
 """The oldest CPU that the target promises to run on: an instruction that it lacks ends the process."""
+_NO_AVX512 = {"GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX512VL,-AVX512BW", "LD_BIND_NOW": "1"}
+"""The C library that the emulated code calls must not use what only the real CPU has."""
 Array = npt.NDArray[Any]
 _CALL = struct.Struct("<96s8Q8Q8Q")
 _ALIGNMENT = 64
 
 
-def is_installed() -> bool:
-    """Whether this machine has what a `Guest` needs; Debian's PACKAGES bring it."""
-    return shutil.which("qemu-aarch64") is not None and (SYSROOT / "lib" / "libc.so.6").exists()
+class Machine(NamedTuple):
+    """An emulated CPU, and how functions are called there."""
+
+    command: list[str]
+    """The object, the shared file and its size follow."""
+    environment: dict[str, str]
+    registers: int
+    """Integer arguments that they hold."""
+    aapcs: bool
+    """AArch64's procedure call standard: large structures are copied by the caller and passed by their address, and an
+    integer that has no register takes the rest of them from those that follow. Else System V's for x86-64."""
+
+
+def qemu(program: Path) -> Machine:
+    """program: cross_guest.c compiled for aarch64."""
+    return Machine(["qemu-aarch64", "-L", str(_SYSROOT), "-cpu", _OLDEST_AARCH64, str(program)], {}, 8, True)
+
+
+def bochs(model: str, shim: Path) -> Machine:
+    """model: one of bochs_guest.py's; shim: bochs_shim.c compiled."""
+    guest = Path(__file__).with_name("bochs_guest.py")
+    return Machine([sys.executable, str(guest), model, str(shim)], _NO_AVX512, 6, False)
+
+
+def lacks_qemu() -> str:
+    """What this machine needs before it can run code for aarch64, or nothing."""
+    if shutil.which("qemu-aarch64") is not None and (_SYSROOT / "lib" / "libc.so.6").exists():
+        return ""
+    return f"qemu-aarch64 with a C library in {_SYSROOT}: apt-get install qemu-user libc6-arm64-cross"
+
+
+def lacks_bochs() -> str:
+    """What this machine needs before it can run x86-64 code that its CPU does not, or nothing."""
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        return "Linux on an x86-64 CPU of any kind"
+    return "" if importlib.util.find_spec("bochscpu") else "bochscpu-python: pip install -e '.[dev]'"
 
 
 class _Region(NamedTuple):
@@ -74,17 +113,17 @@ def _end_of(regions: list[_Region]) -> int:
 
 
 class Guest:
-    """The process. object_path: what it loads; program: cross_guest.c compiled for it; size: bytes shared."""
+    """The process. object_path: what it loads; size: bytes shared."""
 
-    def __init__(self, object_path: Path, program: Path, size: int = 1 << 26) -> None:
-        self.size = size
+    def __init__(self, object_path: Path, machine: Machine, size: int = 1 << 26) -> None:
+        self.size, self.machine = size, machine
         with tempfile.NamedTemporaryFile(prefix="llmc-guest-") as file:
             file.truncate(size)
             self.memory = mmap.mmap(file.fileno(), size)
-            command = ["qemu-aarch64", "-L", str(SYSROOT), "-cpu", CPU, str(program), str(object_path)]
             self.process = subprocess.Popen(
-                [*command, file.name, str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
+                [*machine.command, str(object_path), file.name, str(size)], env=os.environ | machine.environment,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
             self.here = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
             weakref.finalize(self, _end, self.process)
             self.there = self._answer("start")
@@ -141,7 +180,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class _Registers:
-    """Arguments laid out as the procedure call standard of aarch64 wants them."""
+    """Arguments laid out as the machine's procedure call standard wants them."""
 
     def __init__(self, guest: Guest, regions: list[_Region]) -> None:
         self.guest, self.regions = guest, regions
@@ -169,19 +208,24 @@ class _Registers:
         return _CALL.pack(name.encode(), *words[0], *words[1], *words[2])
 
     def _add_words(self, words: list[int]) -> None:
-        """In registers or, where they do not hold all of it, on the stack; then all that follow are there too."""
-        if len(self.x) + len(words) <= 8:
+        """In registers or, where they do not hold all of it, on the stack."""
+        machine = self.guest.machine
+        if len(self.x) + len(words) <= machine.registers:
             self.x += words
-        else:
-            self.x += [0] * (8 - len(self.x))
-            self.stack += words
+            return
+        self.stack += words
+        if machine.aapcs:
+            self.x += [0] * (machine.registers - len(self.x))
 
     def _add_structure(self, value: ctypes.Structure) -> None:
-        if ctypes.sizeof(value) > 16:
+        data = self._image(value)
+        words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+        if len(words) <= 2:
+            self._add_words(words)
+        elif self.guest.machine.aapcs:
             self._add_words([self._copy(value)])
         else:
-            data = self._image(value)
-            self._add_words([int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)])
+            self.stack += words
 
     def _image(self, value: ctypes.Structure) -> bytes:
         """The bytes of a structure with its pointers translated."""

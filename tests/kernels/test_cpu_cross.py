@@ -1,19 +1,40 @@
-"""aarch64 against x86-64-v3, bit for bit: vector functions, attention, the pool's threads and whole models."""
+"""Other CPUs against x86-64-v3, bit for bit: vector functions, attention, the pool's threads and whole models.
+
+aarch64, AVX-512 and AVX-VNNI run emulated, the latter two also on a CPU that has them.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import test_cpu_attention
+import test_cpu_linear
 import test_cpu_math
 import test_cpu_pool
 from cpu_batch import BuiltBatch
-from cpu_harness import AARCH64, V3, QuantBuf, Unit, Weight, aligned_bytes, as_mat, compile_guest, require
-from cross_guest import Guest
+from cpu_harness import (
+    AARCH64,
+    AVXVNNI,
+    AVXVNNI_IN_BOCHS,
+    BOCHS,
+    NO_MAT,
+    V3,
+    V4,
+    V4_IN_BOCHS,
+    QuantBuf,
+    Unit,
+    Weight,
+    aligned_bytes,
+    as_mat,
+    emulator,
+    require,
+)
+from cross_guest import Guest, Machine
 from tiny_engines import Sequences, compiled, lowered
 
 from llmc.codegen.cpu.compile import compile_unit
@@ -26,10 +47,24 @@ from llmc.runtime.sampling_rows import pack_sampling
 
 pytestmark = pytest.mark.cross
 
+OTHERS = {
+    AARCH64: "cpu:aarch64+dotprod",
+    V4: "cpu:x86-64-v4",
+    V4_IN_BOCHS: "cpu:x86-64-v4",
+    AVXVNNI: "cpu:x86-64-v3+avxvnni",
+    AVXVNNI_IN_BOCHS: "cpu:x86-64-v3+avxvnni",
+}
+"""Variant -> the target whose code it is."""
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def other(request: pytest.FixtureRequest) -> str:
+    return require(request.param)
+
 
 @pytest.fixture(scope="module")
-def vectors() -> list[Unit]:
-    return [Unit(test_cpu_math.WRAPPERS, require(m)) for m in (V3, AARCH64)]
+def vectors(other: str) -> list[Unit]:
+    return [Unit(test_cpu_math.WRAPPERS, m) for m in (require(V3), other)]
 
 
 def same(here: Any, there: Any) -> Any:
@@ -62,8 +97,8 @@ def test_functions_in_double(vectors: list[Unit]) -> None:
 
 
 @pytest.fixture(scope="module")
-def attention() -> list[Unit]:
-    return [Unit(test_cpu_attention.WRAPPERS, require(m)) for m in (V3, AARCH64)]
+def attention(other: str) -> list[Unit]:
+    return [Unit(test_cpu_attention.WRAPPERS, m) for m in (require(V3), other)]
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 9, "cap": 1.5}])
@@ -124,12 +159,17 @@ def test_kernels_on_real_threads_give_the_bits_of_v3() -> None:
         assert np.array_equal(run(unit, threads).view(np.uint32), want.view(np.uint32))
 
 
-class GuestExecutor:
-    """What CpuExecutor is to code for this machine: steps of a plan's code for aarch64."""
+@cache
+def compiled_for(target: str, family: str, precision: str) -> bytes:
+    return compile_unit(lowered(family, precision).source, parse_target(target))
 
-    def __init__(self, path: Path, weights: memoryview, config: ExecutorConfig) -> None:
+
+class GuestExecutor:
+    """What CpuExecutor is to code for this machine: steps of a plan's code for an emulated one."""
+
+    def __init__(self, path: Path, machine: Machine, weights: memoryview, config: ExecutorConfig) -> None:
         """path: of the shared object."""
-        self.guest, self.num_pages = Guest(path, compile_guest()), config.num_pages
+        self.guest, self.num_pages = Guest(path, machine), config.num_pages
         self.vocab_size = self.guest.call("llmc_vocab_size", [])
         sizes = [ctypes.c_int32(n) for n in (config.max_num_tokens, config.max_num_rows, config.threads)]
         memory = [np.frombuffer(weights, np.uint8)]
@@ -167,21 +207,36 @@ class GuestExecutor:
     ("family", "precision"),
     [("llama", "int8"), ("llama", "int4"), ("llama", "bf16"), ("gemma2", "int8"), ("gpt2", "fp32")],
 )
-def test_whole_models_give_the_logits_of_v3(tmp_path: Path, family: str, precision: str) -> None:
-    """The code as a plan holds it, on two threads: prefill of two sequences, then decoding."""
-    require(V3), require(AARCH64)
-    model, weights = lowered(family, precision), compiled(family, precision)[1]
-    config = ExecutorConfig(64, 64, 8, 2)
-    path = tmp_path / "step.so"
-    path.write_bytes(compile_unit(model.source, parse_target("cpu:aarch64+dotprod")))
-    here = CpuExecutor(compile_unit(model.source, parse_target("cpu:x86-64-v3")), weights, config)
-    there = GuestExecutor(path, weights, config)
+def test_whole_models_give_the_logits_of_v3(tmp_path: Path, family: str, precision: str, other: str) -> None:
+    """The code as a plan holds it: prefill of two sequences, then decoding. On two threads where the emulator has any
+    (Bochs is one CPU)."""
+    require(V3)
+    weights = compiled(family, precision)[1]
+    config = ExecutorConfig(64, 64, 8, 1 if other in BOCHS else 2)
+    code, machine = compiled_for(OTHERS[other], family, precision), emulator(other)
+    here = CpuExecutor(compiled_for("cpu:x86-64-v3", family, precision), weights, config)
+    if machine is None:
+        there: Any = CpuExecutor(code, weights, config)
+    else:
+        path = tmp_path / "step.so"
+        path.write_bytes(code)
+        there = GuestExecutor(path, machine, weights, config)
     runs = []
     for executor in (here, there):
-        run = Sequences(executor, [[5, 9, 200, 3, 17, 44, 8] * 3, [1, 2, 3]])  # type: ignore[arg-type]
+        run = Sequences(executor, [[5, 9, 200, 3, 17, 44, 8] * 3, [1, 2, 3]])
         run.decode(run.step({0: 21, 1: 3}), 3)
         runs.append(run)
         executor.close()
     assert runs[0].tokens == runs[1].tokens
     for s in range(2):
         assert np.array_equal(runs[0].rows(s).view(np.uint32), runs[1].rows(s).view(np.uint32))
+
+
+@pytest.mark.parametrize(("code", "cpu"), [(V4, AVXVNNI_IN_BOCHS), (AVXVNNI, V4_IN_BOCHS)])
+def test_an_emulated_cpu_has_its_own_instructions_only(code: str, cpu: str) -> None:
+    """So what passes above needs no more than its target promises, whatever this machine has."""
+    x, weight, _, _ = test_cpu_linear.inputs("w8", 1, test_cpu_linear.N, test_cpu_linear.K, 1)
+    packed = test_cpu_linear.Packed("w8", weight)
+    with pytest.raises(RuntimeError, match="#UD"):
+        unit = Unit(test_cpu_linear.WRAPPERS, code, require(cpu))
+        test_cpu_linear.product(unit, "linear", "w8", x, packed, test_cpu_linear.N, None, NO_MAT)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from cpu_harness import ON_AARCH64, PORTABLE, V3, Unit, require
+from cpu_harness import EMULATED, PORTABLE, V3, Unit, require
 
 WRAPPERS = """
 #define UNARY(name, expression) EXPORT void name(Par, int n, const float* in, float* out) { \\
@@ -46,7 +46,7 @@ EXPORT void v_bf16(Par, int n, const float* in, uint16_t* out) {
 """
 
 
-@pytest.fixture(scope="module", params=[PORTABLE, V3, ON_AARCH64])
+@pytest.fixture(scope="module", params=[PORTABLE, V3, *EMULATED])
 def unit(request):
     return Unit(WRAPPERS, require(request.param))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cpu_harness import ON_AARCH64, PORTABLE, V3, Unit, as_mat, checked, new_mat, require
+from cpu_harness import EMULATED, PORTABLE, V3, Unit, as_mat, checked, new_mat, require
 
 C = 50  # of one segment; not a multiple of the vector width
 WRAPPERS = f"""
@@ -38,7 +38,7 @@ EXPORT void k_select(Par p, int r, const int32_t* rows, Mat a, Mat out) {{
 """
 
 
-@pytest.fixture(scope="module", params=[PORTABLE, V3, ON_AARCH64])
+@pytest.fixture(scope="module", params=[PORTABLE, V3, *EMULATED])
 def unit(request):
     return Unit(WRAPPERS, require(request.param))
 

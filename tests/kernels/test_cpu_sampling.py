@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cpu_batch import ROW_SAMPLING, make_batch
-from cpu_harness import ON_AARCH64, PORTABLE, V3, Unit, require
+from cpu_harness import EMULATED, PORTABLE, V3, Unit, require
 
 WRAPPERS = """
 EXPORT void run_philox(Par, const uint32_t* counter, const uint32_t* key, uint32_t* out) {
@@ -25,7 +25,7 @@ EXPORT void v_exp(Par, int n, const float* in, float* out) {
 """
 
 
-@pytest.fixture(scope="module", params=[PORTABLE, V3, ON_AARCH64])
+@pytest.fixture(scope="module", params=[PORTABLE, V3, *EMULATED])
 def unit(request):
     return Unit(WRAPPERS, require(request.param))
 

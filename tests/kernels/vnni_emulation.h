@@ -1,5 +1,5 @@
-// The intrinsics of kernels/cpu/dot_avx512.h and dot_avxvnni.h that AVX2 lacks, in plain vector code, so that these run
-// on any machine with AVX2. Included before the unit, with __AVX512VNNI__ or __AVXVNNI__ defined.
+// The intrinsics of kernels/cpu/dot_avx512.h that AVX2 lacks, in plain vector code, so that it runs on any machine with
+// AVX2. Included before the unit, with __AVX512VNNI__ defined.
 #pragma once
 #include <immintrin.h>
 #include <string.h>
@@ -28,7 +28,6 @@ static inline __m512i emulated_load(const void* p) {
 static inline __m512i emulated_set1(int x) { return (__m512i)(emulated_i32{} + x); }
 static inline __m512i emulated_set1_8(char x) { return (__m512i)(emulated_u8{} + (unsigned char)x); }
 
-#define _mm256_dpbusd_avx_epi32(acc, a, b) emulated_dpbusd(acc, a, b)
 #define _mm512_dpbusd_epi32(acc, a, b) emulated_dpbusd(acc, a, b)
 #define _mm512_loadu_si512(p) emulated_load(p)
 #define _mm512_set1_epi32(x) emulated_set1(x)
