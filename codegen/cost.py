@@ -10,7 +10,7 @@ import math
 
 from torch import fx
 
-from llmc.kernels.ops import Attention, Embed, Linear, op_name
+from llmc.kernels.ops import Attention, Embed, Linear, Moe, op_name
 from llmc.kernels.pack import LANES, packed_layout
 from llmc.kv_page import PAGE_SIZE
 from llmc.passes.kv_layout import KVSlot
@@ -27,11 +27,21 @@ def _cost(node: fx.Node) -> Cost:
     rows = "T" if node.meta["shape"][0] == PROBE_T else "R"
     activations = sum(_row_bytes(n) for n in (node, *node.all_input_nodes) if n.op == "call_function")
     linear, embed, attention = Linear.match(node), Embed.match(node), Attention.match(node)
+    moe = Moe.match(node)
     if linear is not None:
         n, k = linear.weight.meta["shape"]
         tiles = n // (2 if linear.gated else 1)
         stored = packed_layout(linear.format, tiles, k, linear.gated).size
         return Cost(rows, stored, activation_bytes=activations, macs=n * k, arithmetic=linear.format.arithmetic)
+    if moe is not None:
+        matrices = [node.meta["shape"] for node in (moe.up, moe.down)]
+        experts = moe.logits.meta["shape"][1]
+        stored = sum(packed_layout(moe.format, n, k).size for n, k in matrices)
+        macs = sum(n * k for n, k in matrices) // experts * moe.top_k
+        return Cost(
+            rows, stored, activation_bytes=activations, macs=macs, arithmetic=moe.format.arithmetic, experts=experts,
+            top_k=moe.top_k,
+        )  # fmt: skip
     if embed is not None:
         n, k = embed.weight.meta["shape"]
         stored = packed_layout(embed.format, n, k).size

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from llmc.errors import UserError
 from llmc.frontend.config import quiet_transformers
+from llmc.frontend.experts import check_experts, use_experts
 
 _IMPLEMENTATION = "llmc"
 KNOWN_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}
@@ -87,6 +88,7 @@ def build_meta_model(config: Any) -> Any:
         with torch.device("meta"), quiet_transformers():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
             model.set_attn_implementation(_IMPLEMENTATION)
+            use_experts(model)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise UserError(f"config.json: transformers cannot build this model: {_first_line(error)}") from error
     model.config.use_cache = False
@@ -149,6 +151,7 @@ def export_model(model: Any) -> ExportedModel:
             f"{type(model).__name__}: torch.export cannot trace this architecture: {_first_line(error)}"
         ) from error
     _check_attention(program.graph, model)
+    check_experts(program.graph, model)
     values = _materialise_buffers(model)
     constants = {}
     for placeholder, name in program.graph_signature.inputs_to_buffers.items():

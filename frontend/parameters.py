@@ -7,6 +7,7 @@ from typing import Any
 
 from llmc.errors import UserError
 from llmc.frontend.checkpoint import Checkpoint, TensorInfo
+from llmc.frontend.merged import Merged, add_part, merged_recipes
 from llmc.kernels.weights import Stored, WeightRef
 
 _SHOWN = 3  # names in a message
@@ -21,48 +22,58 @@ def match_parameters(ckpt: Checkpoint, model: Any) -> dict[str, WeightRef]:
     """{parameter or persistent buffer of `model` (on any device, usually meta): recipe from the tensors of `ckpt`}.
 
     A tensor may be called as the parameter is, with or without the base model's prefix, or by an older name
-    that transformers still knows. A tied parameter gets the tensor of its partner. Where the checkpoint holds
-    both and they differ, the two are untied *in the model*, as transformers does on loading.
-    Raises UserError for missing, extra, mis-shaped and non-float tensors.
+    that transformers still knows; several may make one parameter (merged.py). A tied parameter gets the tensor of its
+    partner. Where the checkpoint holds both and they differ, the two are untied *in the model*, as transformers does on
+    loading. Raises UserError for missing, extra, mis-shaped and non-float tensors.
     """
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    found, extra = _by_name(ckpt, model, wanted)
+    found, merged, extra = _by_name(ckpt, model, wanted)
     _resolve_ties(ckpt, model, found)
     where = ckpt.source_label
-    _refuse(where, "lacks", sorted(wanted.keys() - found.keys()), "it is not complete, or of another architecture")
+    _refuse(
+        where,
+        "lacks",
+        sorted(wanted.keys() - found.keys() - merged.keys()),
+        "it is not complete, or of another architecture",
+    )
     _refuse(where, "holds", _unexpected(ckpt, model, extra), "no parameter of the model answers to that name")
     wrong = [
         f"{found[name]} {list(ckpt.tensors[found[name]].shape)} (the configuration needs {list(shape)})"
         for name, shape in sorted(wanted.items())
-        if ckpt.tensors[found[name]].shape != shape
+        if name in found and ckpt.tensors[found[name]].shape != shape
     ]
     _refuse(where, "mis-shapes", wrong, "weights and config.json do not belong together")
-    typed = [
-        f"{info.name} ({info.dtype})" for info in map(ckpt.tensors.__getitem__, found.values()) if _not_float(info)
-    ]
+    made = merged_recipes(ckpt, merged, wanted)
+    used = [*found.values(), *(name for parts in merged.values() for name in parts.names)]
+    typed = [f"{info.name} ({info.dtype})" for info in map(ckpt.tensors.__getitem__, used) if _not_float(info)]
     _refuse(where, "stores in an unsupported type", sorted(set(typed)), "convert it to F32, F16 or BF16")
-    return {name: Stored(wanted[name], tensor) for name, tensor in found.items()}
+    return made | {name: Stored(wanted[name], tensor) for name, tensor in found.items()}
 
 
-def _by_name(ckpt: Checkpoint, model: Any, wanted: dict[str, tuple[int, ...]]) -> tuple[dict[str, str], list[str]]:
-    """({parameter: tensor} by name alone, the tensors left over)."""
+def _by_name(
+    ckpt: Checkpoint, model: Any, wanted: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, str], dict[str, Merged], list[str]]:
+    """({parameter: tensor} by name alone, those made of several, the tensors left over)."""
     found = {name: name for name in wanted if name in ckpt.tensors}
     left = [name for name in ckpt.tensors if name not in found]
     if not left:
-        return found, []
+        return found, {}, []
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
 
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     prefix, state = model.base_model_prefix or None, model.state_dict()
     extra: list[str] = []
-    merged: list[str] = []
+    merged: dict[str, Merged] = {}
+    unknown: list[str] = []
     for name in left:
-        target, converter = rename_source_key(name, renamings, converters, prefix, state)
-        if converter is not None:
-            merged.append(name)
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if pattern is not None:
+            renamed = apply_renamings(name, renamings)
+            if target not in wanted or not add_part(merged, target, pattern, name, renamed, converters):
+                unknown.append(name)
         elif target in wanted and target not in found:
             found[target] = name
         else:
@@ -70,10 +81,12 @@ def _by_name(ckpt: Checkpoint, model: Any, wanted: dict[str, tuple[int, ...]]) -
     _refuse(
         ckpt.source_label,
         "holds",
-        merged,
+        unknown,
         "this layout must be merged or split on loading, which is not supported",
     )
-    return found, extra
+    for twice in merged.keys() & found.keys():
+        extra += merged.pop(twice).names
+    return found, merged, extra
 
 
 def _resolve_ties(ckpt: Checkpoint, model: Any, found: dict[str, str]) -> None:

@@ -17,8 +17,10 @@ from torch import Tensor, fx
 
 from llmc.errors import UserError
 from llmc.frontend.export import ATTENTION, ExportedModel
+from llmc.frontend.row_ops import IN_PLACE, ROW_OPS, row_op
 from llmc.kernels import ops
-from llmc.kernels.weights import Affine, Transposed, WeightRef, weight_name
+from llmc.kernels.experts import DOWN, UP
+from llmc.kernels.weights import Affine, Item, Transposed, WeightRef, weight_name
 
 aten = torch.ops.aten
 _IDENTITY = {aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
@@ -144,6 +146,10 @@ class _Importer:
             return self.view
         if target in _POINTWISE:
             return self.pointwise
+        if target in ROW_OPS:
+            return self.row_op
+        if target in IN_PLACE:
+            return self.in_place
         return {
             aten.transpose.int: self.permute, aten.permute.default: self.permute,
             aten.select.int: self.select, aten.slice.Tensor: self.slice, aten.split.Tensor: self.split,
@@ -151,7 +157,7 @@ class _Importer:
             operator.getitem: self.getitem, aten.cat.default: self.cat, aten.mean.dim: self.mean,
             aten.embedding.default: self.embedding, aten.linear.default: self.same,
             aten.addmm.default: self.addmm, aten.mm.default: self.addmm, aten.layer_norm.default: self.same,
-            ATTENTION: self.attention,
+            ATTENTION: self.attention, UP: self.same, DOWN: self.same,
         }.get(target)  # fmt: skip
 
     def refuse(self, node: fx.Node, reason: str) -> NoReturn:
@@ -175,6 +181,8 @@ class _Importer:
             value = float(self.values[other]) if isinstance(other, fx.Node) else float(other)
             scale, shift = (1.0, value) if target is aten.add.Tensor else (value, 0.0)
             return Affine(refs[0].shape, refs[0], scale, shift)
+        if target is aten.squeeze.default and len(refs[0].shape) == 2 and refs[0].shape[0] == 1:
+            return Item(refs[0].shape[1:], refs[0], 0)
         self.refuse(node, "it computes on weights in a way that has no recipe")
 
     # ---- structural ops
@@ -183,6 +191,8 @@ class _Importer:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         before, after = source.meta["val"].dtype, node.meta["val"].dtype
+        if after == torch.bool and before != after:
+            return self.graph.call_function(aten.ne.Scalar, (self.operand(source), 0))
         if before != after and not (before == torch.int64 and after == torch.float32):
             self.refuse(node, f"cast from {before} to {after}")
         if before != after:
@@ -287,6 +297,25 @@ class _Importer:
         kwargs = {k: v for k, v in node.kwargs.items() if k != "alpha"}
         return self.graph.call_function(node.target, tuple(args), kwargs)
 
+    def row_op(self, node: fx.Node) -> Any:
+        try:
+            found = row_op(self.graph, node, self.operand)
+        except ValueError as error:
+            self.refuse(node, str(error))
+        for new in found if isinstance(found, list) else []:
+            new.meta["path"] = module_path(node)
+        return found
+
+    def in_place(self, node: fx.Node) -> Any:
+        """An op that writes into its first operand: what reads that afterwards reads the result."""
+        target = node.args[0]
+        assert isinstance(target, fx.Node)
+        if _is_view(target) or any(_is_view(user) for user in target.users):
+            self.refuse(node, "it writes into a value that has views")
+        node.target = IN_PLACE[node.target]
+        self.values[target] = self.call(node)
+        return self.values[target]
+
     def mean(self, node: fx.Node) -> Any:
         source, dims = node.args[:2]
         assert isinstance(source, fx.Node)
@@ -321,6 +350,15 @@ class _Importer:
             self.operand(sinks), scale, window, softcap, layer,
         )  # fmt: skip
         return self.graph.call_function(op.target, op.args)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether an exported value may share its storage with its operand."""
+    pieces = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and node.args[0].target in pieces
+    others = (aten.transpose.int, aten.permute.default, aten.select.int, aten.slice.Tensor, aten.expand.default)
+    return node.op == "placeholder" or node.target in {*_VIEWS, *_IDENTITY, *pieces, *others}
 
 
 INPUTS = ("tokens", "positions", "query_start", "rows")

@@ -8,7 +8,7 @@ runs in PyTorch at every stage; that is how passes are checked and backends are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmc.kernels.formats import find_format
 from llmc.kernels.quant import fake_quantize, fake_quantize_activations
+from llmc.kernels.routing import Router, mix, route
 
 _LIB = torch.library.Library("llmc", "DEF")
 OPS: dict[str, Any] = {}
@@ -30,6 +31,7 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
 }
 
 
@@ -94,6 +96,80 @@ def linear(
     y = F.linear(x, fake_quantize(weight, how), bias)
     y = ACTIVATIONS[act](y[:, :n]) * y[:, n:] if gated else ACTIVATIONS[act](y)
     return y if residual is None else y + residual
+
+
+@_op(
+    "moe(Tensor x, Tensor logits, Tensor? correction, Tensor up, Tensor? up_bias, Tensor down, Tensor? down_bias, "
+    "str scores, int top_k, int groups, int top_groups, int group_best, bool normalise, float floor, float eps, "
+    "float scale, str act, bool gated, str format) -> Tensor"
+)
+def moe(
+    x: Tensor,
+    logits: Tensor,
+    correction: Tensor | None,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    scores: str,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    group_best: int,
+    normalise: bool,
+    floor: float,
+    eps: float,
+    scale: float,
+    act: str,
+    gated: bool,
+    format: str,
+) -> Tensor:
+    """A mixture of E experts (Shazeer et al. 2017): x [T, K], logits [T, E] -> [T, K].
+
+    The router (kernels/routing.py) chooses top_k experts of each token, and the results of those are added with its
+    weights. An expert is down(act(up(x))), gated down(act(gate(x)) * up(x)), as `linear` computes with `format`. The
+    matrices of all are one: up [E N, K], gated [2 E N, K], the gates of all experts before the ups of all; down
+    [E K, N]. up_bias [E N], gated [E 2 N], expert by expert, its gate first; down_bias [E K]; correction [E].
+    """
+    router = Router(scores, top_k, groups, top_groups, group_best, normalise, floor, eps, scale)
+    experts, k = logits.shape[1], x.shape[1]
+    if x.is_meta or up.is_meta:
+        router.check(experts)
+        n, sides = down.shape[1], 2 if gated else 1
+        _shapes("moe", logits=(logits, (x.shape[0], experts)), correction=(correction, (experts,)))
+        _shapes("moe", up=(up, (sides * experts * n, k)), up_bias=(up_bias, (sides * experts * n,)))
+        _shapes("moe", down=(down, (experts * k, n)), down_bias=(down_bias, (experts * k,)))
+        return x.new_empty(x.shape)
+    matrices = (lambda lo, hi: up[lo:hi]), (lambda lo, hi: down[lo:hi])
+    return mixture(x, logits, correction, router, *matrices, up_bias, down_bias, down.shape[1], act, gated, format)
+
+
+def mixture(
+    x: Tensor,
+    logits: Tensor,
+    correction: Tensor | None,
+    router: Router,
+    up: Callable[[int, int], Tensor],
+    down: Callable[[int, int], Tensor],
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    n: int,
+    act: str,
+    gated: bool,
+    format: str,
+) -> Tensor:
+    """The op `moe` with matrices that are functions of (first row, end row): only the rows of experts that have tokens
+    are asked for, one expert at a time. n: the width of an expert."""
+    experts, k, sides = logits.shape[1], x.shape[1], 2 if gated else 1
+
+    def expert(e: int, tokens: Tensor) -> Tensor:
+        rows = [up((side * experts + e) * n, (side * experts + e + 1) * n) for side in range(sides)]
+        bias = None if up_bias is None else up_bias[e * sides * n : (e + 1) * sides * n]
+        h = linear(tokens, torch.cat(rows), bias, None, act, gated, format)
+        bias = None if down_bias is None else down_bias[e * k : (e + 1) * k]
+        return linear(h, down(e * k, (e + 1) * k), bias, None, "none", False, format)
+
+    return mix(x, *route(logits, correction, router), experts, expert)
 
 
 @_op("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor")
@@ -236,6 +312,13 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 def mul(a: Tensor, b: Tensor) -> Tensor:
     """Elementwise product of equal shapes."""
     return a * b
+
+
+@_op("row_gate(Tensor x, Tensor gate, str kind) -> Tensor")
+def row_gate(x: Tensor, gate: Tensor, kind: str) -> Tensor:
+    """x [T, C] * act(gate), gate [T, 1]: one factor for each row (Qwen2-MoE's shared expert)."""
+    _shapes("row_gate", gate=(gate, (x.shape[0], 1)))
+    return x * ACTIVATIONS[kind](gate)
 
 
 @_op("scale(Tensor x, float value) -> Tensor")

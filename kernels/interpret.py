@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from llmc.kernels.dialect import OPS
-from llmc.kernels.ops import Embed, Linear
+from llmc.kernels.dialect import OPS, mixture
+from llmc.kernels.ops import Embed, Linear, Moe
 from llmc.kernels.quant import to_float32
 from llmc.kernels.weights import Reader, WeightRef
 
@@ -128,7 +128,9 @@ def _call(
             kept[arg] = load(arg, reader, dtype)
         return kept[arg]
 
-    embed, linear = Embed.match(node), Linear.match(node)
+    embed, linear, moe = Embed.match(node), Linear.match(node), Moe.match(node)
+    if moe is not None and is_weight(moe.up) and is_weight(moe.down):
+        return _moe(moe, value, reader)
     if embed is not None and _is_large(embed.weight):
         return _embed(embed, value(embed.ids), reader).to(dtype)
     if linear is not None and not linear.gated and _is_large(linear.weight):
@@ -172,3 +174,18 @@ def _linear(op: Linear, x: Tensor, bias: Tensor | None, residual: Tensor | None,
         parts = (None if t is None else t[..., start:stop] for t in (bias, residual))
         y[:, start:stop] = OPS["linear"](x, weight, *parts, op.act, False, op.format.name)
     return y
+
+
+def _moe(op: Moe, value: Callable[[fx.Node], Tensor], reader: Reader) -> Tensor:
+    """The op `moe`, the matrices of one expert at a time."""
+    up, down = (_rows_of(node.meta["weight"], reader) for node in (op.up, op.down))
+    vectors = (None if node is None else value(node) for node in (op.correction, op.up_bias, op.down_bias))
+    correction, up_bias, down_bias = vectors
+    return mixture(
+        value(op.x), value(op.logits), correction, op.router, up, down, up_bias, down_bias,
+        op.down.meta["weight"].shape[1], op.act, op.gated, op.format.name,
+    )  # fmt: skip
+
+
+def _rows_of(ref: WeightRef, reader: Reader) -> Callable[[int, int], Tensor]:
+    return lambda start, stop: to_float32(ref.read(reader, start, stop))

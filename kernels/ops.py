@@ -17,6 +17,7 @@ from torch import fx
 
 from llmc.kernels.dialect import OPS
 from llmc.kernels.formats import F32, Format, find_format
+from llmc.kernels.routing import Router
 
 V = TypeVar("V", bound="OpView")
 _NAMES = {op: name for name, op in OPS.items()}
@@ -103,6 +104,35 @@ class Linear(OpView):
 
 
 @dataclass(frozen=True)
+class Moe(OpView):
+    op = "moe"
+    x: fx.Node
+    logits: fx.Node
+    correction: fx.Node | None
+    up: fx.Node
+    up_bias: fx.Node | None
+    down: fx.Node
+    down_bias: fx.Node | None
+    scores: str
+    top_k: int
+    groups: int
+    top_groups: int
+    group_best: int
+    normalise: bool
+    floor: float
+    eps: float
+    scale: float
+    act: str = "none"
+    gated: bool = False
+    format: Format = F32
+
+    @property
+    def router(self) -> Router:
+        """How it chooses and weighs its experts."""
+        return Router(*(getattr(self, f.name) for f in fields(Router)))
+
+
+@dataclass(frozen=True)
 class RmsNorm(OpView):
     op = "rms_norm"
     x: fx.Node
@@ -185,6 +215,14 @@ class Mul(OpView):
     op = "mul"
     a: fx.Node
     b: fx.Node
+
+
+@dataclass(frozen=True)
+class RowGate(OpView):
+    op = "row_gate"
+    x: fx.Node
+    gate: fx.Node
+    kind: str
 
 
 @dataclass(frozen=True)

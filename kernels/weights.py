@@ -23,6 +23,10 @@ CodeReader = Callable[[str, int, int], Codes | None]
 """The same -> the rows as the checkpoint has them quantised, or None where it has not, or in a way of its own."""
 
 
+_LISTED = 8
+"""Parts that a description names one by one."""
+
+
 @dataclass(frozen=True)
 class WeightRef:
     """A weight of the given shape. Subclasses say how its rows come about."""
@@ -146,7 +150,7 @@ class Concat(WeightRef):
         return tuple(name for part in self.parts for name in part.tensors())
 
     def describe(self) -> str:
-        return "concat(" + ", ".join(p.describe() for p in self.parts) + ")"
+        return f"concat({_listed(self.parts)})"
 
 
 @dataclass(frozen=True)
@@ -171,9 +175,70 @@ class Rows(WeightRef):
         return f"rows({self.of.describe()}, {self.start}, {self.start + self.shape[0]})"
 
 
+@dataclass(frozen=True)
+class Stack(WeightRef):
+    """Weights of one shape as one with a dimension more (the matrices of all experts)."""
+
+    parts: tuple[WeightRef, ...]
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> Array:
+        return np.stack([part.read(reader) for part in self.parts[start:stop]])
+
+    def tensors(self) -> tuple[str, ...]:
+        return tuple(name for part in self.parts for name in part.tensors())
+
+    def describe(self) -> str:
+        return f"stack({_listed(self.parts)})"
+
+
+@dataclass(frozen=True)
+class Item(WeightRef):
+    """One entry along the first dimension of another weight. Reads the whole entry."""
+
+    of: WeightRef
+    index: int
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> Array:
+        return self.of.read(reader, self.index, self.index + 1)[0][start:stop]
+
+    def tensors(self) -> tuple[str, ...]:
+        return self.of.tensors()
+
+    def describe(self) -> str:
+        return f"item({self.of.describe()}, {self.index})"
+
+
 def weight_name(ref: WeightRef) -> str:
     """What the graph calls the placeholder of a recipe; not unique."""
     return "w_" + "".join(c if c.isalnum() else "_" for c in ref.describe())[:80]
+
+
+def _listed(parts: tuple[WeightRef, ...]) -> str:
+    """The parts by name; of many the first and the last."""
+    names = [p.describe() for p in (parts if len(parts) <= _LISTED else (parts[0], parts[-1]))]
+    return ", ".join(names) if len(parts) <= _LISTED else f"{names[0]}, … {len(parts)} in all …, {names[1]}"
+
+
+def stacked(parts: tuple[WeightRef, ...]) -> WeightRef:
+    """The stack of weights of one shape."""
+    return Stack((len(parts), *parts[0].shape), parts)
+
+
+def item(ref: WeightRef, index: int) -> WeightRef:
+    """Entry `index` along the first dimension."""
+    return ref.parts[index] if isinstance(ref, Stack) else Item(ref.shape[1:], ref, index)
+
+
+def rows(ref: WeightRef, start: int, stop: int) -> WeightRef:
+    """The rows start:stop; whole parts of a concatenation are these parts."""
+    if (start, stop) == (0, ref.shape[0]):
+        return ref
+    base = 0
+    for part in ref.parts if isinstance(ref, Concat) else ():
+        if base <= start and stop <= base + part.shape[0]:
+            return rows(part, start - base, stop - base)
+        base += part.shape[0]
+    return Rows((stop - start, *ref.shape[1:]), ref, start)
 
 
 def concat(parts: tuple[WeightRef, ...]) -> WeightRef:

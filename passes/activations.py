@@ -2,6 +2,7 @@
 
 silu, gelu (erf and tanh forms, also spelled out as in GPT-2), relu, tanh  ->  llmc.act(x, kind)
 act(gate) * up                                                             ->  llmc.gated_act(gate, up, kind)
+sigmoid(g) * x, g [T, 1]                                                   ->  llmc.row_gate(x, g, sigmoid)
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 
 from torch import fx
 
-from llmc.kernels.ops import Act, GatedAct
-from llmc.passes.match import aten, calls, commuted, is_call, only_user, replace_with, scalar
+from llmc.kernels.ops import Act, GatedAct, RowGate
+from llmc.passes.match import aten, calls, commuted, is_call, only_user, replace_with, scalar, shape
 from llmc.passes.result import PassContext, PassResult
 
 
@@ -32,6 +33,10 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
             act = Act.match(gate)
             if act is not None and only_user(gate) is node and isinstance(up, fx.Node):
                 replace_with(node, GatedAct(act.x, up, act.kind))
+                count += 1
+                break
+            if is_call(gate, aten.sigmoid.default) and shape(gate)[1:] == (1,) and isinstance(up, fx.Node):
+                replace_with(node, RowGate(up, gate.args[0], "sigmoid"))
                 count += 1
                 break
     return PassResult(count)

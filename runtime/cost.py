@@ -65,7 +65,8 @@ class Cost:
     macs: multiply-adds of matrix products, for every row. kv_bytes: of keys and values, for every position that a
     sequence sees. attention_macs: for every token and position that it sees. window: positions that a token sees at
     most; 0: all before it. arithmetic: what is multiplied: "int8", "int4" (with int8), "float16" of any kind,
-    "float32"; "" nothing.
+    "float32"; "" nothing. experts, top_k: the matrices are those of so many experts, of which each row reads top_k;
+    how many a step reads is what independent even choices come to.
     """
 
     rows: str = "T"
@@ -77,16 +78,24 @@ class Cost:
     attention_macs: int = 0
     window: int = 0
     arithmetic: str = ""
+    experts: int = 0
+    top_k: int = 0
 
     def fields(self) -> dict[str, Any]:
         """For JSON, without what is at its default; `Cost(**fields)` reads it."""
         plain = asdict(Cost())
         return {name: value for name, value in asdict(self).items() if value != plain[name]}
 
+    def read_share(self, rows: int) -> float:
+        """The part of the matrices that a step with so many rows reads."""
+        if not self.experts:
+            return 1.0 if rows else 0.0
+        return 1.0 - (1.0 - self.top_k / self.experts) ** rows
+
     def work(self, shape: StepShape, units: Units) -> Work:
         """What it comes to in a step."""
         rows = shape.num_tokens if self.rows == "T" else shape.num_rows
-        moved = self.row_bytes * rows + (self.weight_bytes if rows else 0)
+        moved = self.row_bytes * rows + self.weight_bytes * self.read_share(rows)
         if units.activations:
             moved += self.activation_bytes * rows
         macs = self.macs * rows

@@ -33,24 +33,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": _MHA,
 }  # fmt: skip
 """model_type -> configuration. Odd sizes on purpose: a vocabulary of 211, windows shorter than the prompts."""
+_EXPERTS = _DIMS | {
+    "moe_intermediate_size": 32, "num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0,
+}  # fmt: skip
+_WIDE = _EXPERTS | {"intermediate_size": 32}
+_GROUPED = _EXPERTS | {
+    "n_routed_experts": 12, "num_experts": 12, "num_local_experts": 12, "n_group": 4, "topk_group": 2,
+    "num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": _WIDE,
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 48},
+    "qwen3_moe": _EXPERTS | {"norm_topk_prob": True, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "olmoe": _WIDE | {"num_experts_per_tok": 5},
+    "flex_olmo": _WIDE,
+    "granitemoe": _WIDE | {"residual_multiplier": 0.5},
+    "granitemoeshared": _WIDE | {"shared_intermediate_size": 48},
+    "glm4_moe": _GROUPED,
+    "dots1": _GROUPED | {"norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    "hunyuan_v1_moe": _WIDE | {"moe_topk": 2},
+    "minimax_m2": _WIDE,
+    "lfm2_moe": _EXPERTS | {"num_dense_layers": 1, "layer_types": ["full_attention"] * 2},
+}
+"""The same for mixtures of experts: 6 or 12 of width 32, of which 2, 3 or 5 are chosen."""
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
     from transformers import AutoConfig
 
     settings = {"vocab_size": VOCAB, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2}
-    return AutoConfig.for_model(family, **(settings | FAMILIES[family] | overrides))
+    return AutoConfig.for_model(family, **(settings | (FAMILIES | MIXTURES)[family] | overrides))
 
 
 def tiny_model(family: str, **overrides: Any) -> Any:
-    """A transformers model in float32 with seeded weights; norms and biases are not left at one and zero."""
+    """A transformers model in float32 with seeded weights; norms, biases and corrections of routers are not left at one
+    and zero."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides)).eval()
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter.data += torch.randn_like(parameter) * 0.2
+    for value in model.state_dict().values():
+        if value.ndim == 1:
+            value += torch.randn_like(value) * 0.2
     return model
 
 

@@ -40,6 +40,49 @@ CASES: dict[str, tuple[Any, ...]] = {
     "embed": (torch.tensor([3, 0, 6]), _rand(9, 32), 2.0, 2, "f32"),
     "linear": (X, W, BIAS, RESIDUAL, "silu", False, "f32"),
     "linear gated": (X, W, BIAS, None, "gelu", True, "w8"),
+    "moe": (
+        X,
+        _rand(T, 4),
+        None,
+        _rand(4 * 24, 40, seed=1),
+        None,
+        _rand(4 * 40, 24, seed=2),
+        None,
+        "softmax",
+        2,
+        1,
+        1,
+        1,
+        True,
+        0.0,
+        0.0,
+        1.0,
+        "relu",
+        False,
+        "f32",
+    ),
+    "moe gated": (
+        X,
+        _rand(T, 6),
+        _rand(6, seed=5),
+        _rand(2 * 6 * 16, 40, seed=1),
+        _rand(2 * 6 * 16, seed=3),
+        _rand(6 * 40, 16, seed=2),
+        _rand(6 * 40, seed=4),
+        "sigmoid",
+        3,
+        3,
+        2,
+        2,
+        True,
+        1e-6,
+        1e-3,
+        2.5,
+        "silu",
+        True,
+        "w8",
+    ),
+    "row_gate": (X, _rand(T, 1), "sigmoid"),
     "rms_norm": (_rand(T, 3, 16), _rand(16), 1e-5),
     "rms_norm_add": (_rand(T, 16), _rand(T, 16, seed=2), _rand(16, seed=1), 1e-5),
     "layer_norm": (_rand(T, 16), _rand(16), _rand(16, seed=1), 1e-5),
@@ -177,6 +220,27 @@ def test_linear_over_stored_weights(format: str) -> None:
     _close(OPS["linear"](X, W, None, None, "none", False, format), torch.from_numpy(wanted).float(), 1e-4)
 
 
+def test_a_mixture_by_the_definition() -> None:
+    """One token and one expert after the other in float64: sigmoid scores, groups of two, biases."""
+    (x, logits, correction, up, up_bias, down, down_bias), settings = CASES["moe gated"][:7], CASES["moe gated"][7:-1]
+    found = OPS["moe"](*CASES["moe gated"][:-1], "f32")
+    assert settings[:5] == ("sigmoid", 3, 3, 2, 2)
+    gates, ups = up.double().view(2, 6, 16, 40)
+    for t in range(T):
+        scores = 1 / (1 + torch.exp(-logits[t].double()))
+        ranked = (scores + correction).view(3, 2)
+        kept = ranked.sum(1).argsort(descending=True)[:2].tolist()
+        chosen = sorted((e for e in range(6) if e // 2 in kept), key=lambda e: -ranked.view(-1)[e])[:3]
+        total, wanted = max(float(scores[chosen].sum()), 1e-6) + 1e-3, torch.zeros(40).double()
+        for e in chosen:
+            bias = up_bias[e * 32 : e * 32 + 32].double()
+            gate, value = gates[e] @ x[t].double() + bias[:16], ups[e] @ x[t].double() + bias[16:]
+            h = gate / (1 + torch.exp(-gate)) * value
+            y = down[e * 40 : e * 40 + 40].double() @ h + down_bias[e * 40 : e * 40 + 40]
+            wanted += scores[e] / total * 2.5 * y
+        _close(found[t].double(), wanted, 1e-4)
+
+
 def test_zero_activations_stay_zero() -> None:
     assert not OPS["linear"](torch.zeros(2, 64), _rand(3, 64), None, None, "none", False, "w8").any()
 
@@ -188,6 +252,7 @@ def _activation(name: str, x: torch.Tensor) -> torch.Tensor:
     return {
         "none": x, "silu": x / (1 + torch.exp(-x)), "gelu": x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
         "gelu_tanh": 0.5 * x * (1 + torch.tanh(inner)), "relu": x.clamp_min(0), "tanh": torch.tanh(x),
+        "sigmoid": 1 / (1 + torch.exp(-x)),
     }[name].float()  # fmt: skip
 
 
@@ -238,11 +303,18 @@ def test_weights_of_another_shape_than_the_op_needs_are_named(device: str) -> No
     cases = [
         ("rms_norm: weight is [1], and must be [32]", lambda: OPS["rms_norm"](x, empty(1), 1e-6)),
         ("rms_norm_add: residual is [7, 1]", lambda: OPS["rms_norm_add"](x, empty(7, 1), None, 1e-6)),
+        ("row_gate: gate is [7, 2], and must be [7, 1]", lambda: OPS["row_gate"](x, empty(7, 2), "sigmoid")),
         ("layer_norm: bias is [1], and", lambda: OPS["layer_norm"](x, empty(32), empty(1), 1e-6)),
     ]
     if device == "meta":  # torch checks the product itself
         rest = (None, None, "none", False, "f32")
+        moe = (x, empty(7, 4), None, empty(64, 32), None, empty(128, 16), None, "softmax", 2, 1, 1, 1)
+        after = (False, 0.0, 0.0, 1.0, "silu", False, "f32")
+        assert OPS["moe"](*moe, *after).shape == (7, 32)
         cases += [
+            ("moe: up is [64, 32], and must be [80, 32]", lambda: OPS["moe"](x, empty(7, 5), *moe[2:], *after)),
+            ("moe: down_bias is [9]", lambda: OPS["moe"](*moe[:6], empty(9), *moe[7:], *after)),
+            ("top 5 of 1 groups of 4", lambda: OPS["moe"](*moe[:8], 5, *moe[9:], *after)),
             ("linear: x is [7, 31], and must be [7, 32]", lambda: OPS["linear"](empty(7, 31), w, *rest)),
             ("linear: bias is [9]", lambda: OPS["linear"](x, w, empty(9), None, "none", False, "f32")),
             ("linear: residual is [7, 9]", lambda: OPS["linear"](x, w, None, empty(7, 9), "none", False, "f32")),

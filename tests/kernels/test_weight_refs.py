@@ -18,6 +18,9 @@ from llmc.kernels.weights import (
     WeightRef,
     Zeros,
     concat,
+    item,
+    rows,
+    stacked,
     unzip_heads,
 )
 
@@ -103,3 +106,27 @@ def test_a_recipe_without_rules_is_our_fault() -> None:
     for method in (lambda: WeightRef((1,)).read(reader), lambda: WeightRef((1,)).describe()):
         with pytest.raises(NotImplementedError, match="WeightRef"):
             method()
+
+
+def test_a_stack_and_its_parts() -> None:
+    stack = stacked(tuple(Stored((4, 3), name) for name in "abc"))
+    values = {name: np.arange(12, dtype=np.float32).reshape(4, 3) + 100 * i for i, name in enumerate("abc")}
+    values["s"] = np.stack([values[name] for name in "abc"])
+
+    def reader(name: str, start: int, stop: int) -> Any:
+        return values[name][start:stop]
+
+    assert stack.shape == (3, 4, 3) and np.array_equal(stack.read(reader, 1, 3), values["s"][1:3])
+    assert item(stack, 1) == Stored((4, 3), "b")  # a stored part is itself: nothing else is read
+    stored = item(Stored((3, 4, 3), "s"), 2)
+    assert stored.shape == (4, 3) and np.array_equal(stored.read(reader, 1, 3), values["c"][1:3])
+    assert stored.codes(lambda *_: None) is None
+    many = stacked(tuple(Stored((4, 3), f"e{i}") for i in range(64)))
+    assert many.describe() == "stack(e0, … 64 in all …, e63)"
+
+
+def test_rows_of_a_concatenation_are_its_parts() -> None:
+    a, b = Stored((4, 3), "a"), Stored((2, 3), "b")
+    both = concat((a, b))
+    assert rows(both, 0, 4) == a and rows(both, 4, 6) == b and rows(both, 0, 6) == both
+    assert rows(both, 1, 3) == Rows((2, 3), a, 1) and rows(both, 3, 5) == Rows((2, 3), both, 3)

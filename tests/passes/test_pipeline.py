@@ -81,7 +81,7 @@ def test_dump_writes_a_file_per_pass_with_counts(tmp_path: Any) -> None:
     run_pipeline(graph, PassContext(), dump=tmp_path)
     files = sorted(p.name for p in tmp_path.iterdir())
     assert len(files) == len(PIPELINE) + 1 and files[0] == "00_import.txt"
-    assert (tmp_path / "09_split_heads.txt").read_text().startswith("# pass split_heads: 2 rewrites")
+    assert (tmp_path / "10_split_heads.txt").read_text().startswith("# pass split_heads: 2 rewrites")
 
 
 def test_reading_weights_in_blocks_gives_the_same_rows() -> None:
