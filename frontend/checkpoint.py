@@ -68,6 +68,11 @@ class Checkpoint(Protocol):
         """A fresh transformers PretrainedConfig of this model; remote code is never run."""
         ...
 
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether the language model that `hf_config` describes is a part of what the checkpoint holds."""
+        ...
+
     def close(self) -> None:
         """Closes the files; the checkpoint cannot be read afterwards."""
         ...

@@ -18,14 +18,19 @@ _VOLATILE = ("transformers_version", "_name_or_path", "_model_name_or_path", "_c
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises UserError when it cannot be read or is something else."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), object_hook=_tagged_float)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}): fetch the file again") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object, not a {type(value).__name__}")
     return value
+
+
+def _tagged_float(value: dict[str, Any]) -> Any:
+    """{"__float__": "Infinity"}, as transformers writes what JSON has no number for, as the float."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def build_config(raw: dict[str, Any], where: str) -> Any:

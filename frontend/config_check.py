@@ -22,11 +22,10 @@ _COUNTS = {
 def check_config(config: Any, where: str) -> None:
     """Raises UserError naming the first number that cannot be. where: the file, for the message."""
     for name, most in _COUNTS.items():
-        value = getattr(config, name, None)
-        for number in value if isinstance(value, list | tuple) else [value]:  # some families have one per layer
+        for number in _values(config, name):
             if number is not None and not _is_count(number, most):
                 raise UserError(f"{where}: {name} is {number!r}; it must be a whole number from 1 to {most}")
-    heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    heads, groups = (_values(config, name)[0] for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise UserError(f"{where}: num_key_value_heads is {groups}, which does not divide num_attention_heads, {heads}")
     for name, value in _floats(config.to_dict(), ""):
@@ -34,6 +33,16 @@ def check_config(config: Any, where: str) -> None:
             raise UserError(f"{where}: {name} is not a number (NaN)")
         if name.endswith("rope_theta") and not 0 < value < math.inf:
             raise UserError(f"{where}: {name} is {value:g}; it must be a positive number")
+
+
+def _values(config: Any, name: str) -> list[Any]:
+    """The values of a field: one, or one per layer. What a class computes by itself is not looked at."""
+    if isinstance(getattr(type(config), name, None), property):
+        return [None]
+    if getattr(config, "is_heterogeneous", False) and name != "num_hidden_layers":
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+    value = getattr(config, name, None)
+    return list(value) if isinstance(value, list | tuple) and value else [value]
 
 
 def _is_count(value: Any, most: int) -> bool:

@@ -27,9 +27,13 @@ def _experts_forward(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> 
     return result
 
 
+def is_routed(module: Any) -> bool:
+    """Whether a module goes through the experts interface, which gives each the same attributes."""
+    return hasattr(module, "_is_expert_parallel")
+
+
 def _expert_modules(model: Any) -> list[str]:
-    """The names of the modules that go through the experts interface, which gives each the same attributes."""
-    return [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]
+    return [name for name, module in model.named_modules() if is_routed(module)]
 
 
 def use_experts(model: Any) -> None:

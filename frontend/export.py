@@ -18,8 +18,17 @@ import torch
 from torch import Tensor
 
 from llmc.errors import UserError
+from llmc.frontend.architecture import (
+    check_attention,
+    check_config_kind,
+    check_modules,
+    first_line,
+    refusal,
+    trace_failure,
+)
 from llmc.frontend.config import quiet_transformers
 from llmc.frontend.experts import check_experts, use_experts
+from llmc.frontend.text_part import causal_class
 
 _IMPLEMENTATION = "llmc"
 KNOWN_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}
@@ -50,27 +59,29 @@ class ExportedModel:
     constants: dict[str, Tensor]
 
 
+_traced_layers: list[int] = []
+"""Of the attention calls of the trace that is going on: known even where the trace then fails."""
+
+
 def _attention_forward(
-    module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
+    module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Stands in for every attention implementation (the signature is transformers' AttentionInterface)."""
-    if mask is not None:
-        raise UserError(
-            f"{type(module).__name__} passes an explicit attention mask, which llmc cannot compile; "
-            "only causal and sliding-window attention are known"
-        )
+    if attention_mask is not None:
+        raise refusal(type(module).__name__, ["an attention mask of its own: it passes an explicit attention mask, and "
+                      "only causal and sliding-window attention are known"])  # fmt: skip
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise UserError(f"{type(module).__name__} is not causal: llmc builds causal language models only")
+        raise refusal(type(module).__name__, ["bidirectional attention: it is not causal (if it is a decoder, "
+                      "config.json may lack is_decoder)"])  # fmt: skip
     if q.shape[3] != v.shape[3]:
-        raise UserError(
-            f"{type(module).__name__} has query heads of {q.shape[3]} and value heads of {v.shape[3]}: "
-            "different head sizes are not supported"
-        )
+        raise refusal(type(module).__name__, [f"query heads of {q.shape[3]} and value heads of {v.shape[3]}: "
+                      "different head sizes are not supported"])  # fmt: skip
     scaling = kwargs.get("scaling")
     scale = float(scaling) if scaling is not None else q.shape[-1] ** -0.5
     window = int(kwargs.get("sliding_window") or 0)
     softcap = float(kwargs.get("softcap") or 0.0)
     layer = int(module.layer_idx)
+    _traced_layers.append(layer)
     return ATTENTION(q, k, v, kwargs.get("s_aux"), scale, window, softcap, layer), None
 
 
@@ -81,16 +92,19 @@ def build_meta_model(config: Any) -> Any:
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
 
+    check_config_kind(config)
     _check_rope(config)
     config = copy.deepcopy(config)  # setting the attention implementation below writes into it
     AttentionInterface.register(_IMPLEMENTATION, _attention_forward)
+    make = getattr(causal_class(config), "_from_config", AutoModelForCausalLM.from_config)
     try:
         with torch.device("meta"), quiet_transformers():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
+            model = make(config, dtype=torch.float32)
             model.set_attn_implementation(_IMPLEMENTATION)
             use_experts(model)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise UserError(f"config.json: transformers cannot build this model: {_first_line(error)}") from error
+        raise UserError(f"config.json: transformers cannot build this model: {first_line(error)}") from error
+    check_modules(model)
     model.config.use_cache = False
     return model.eval()
 
@@ -103,21 +117,23 @@ def _check_rope(config: Any) -> None:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in KNOWN_ROPE_TYPES:
             raise UserError(
-                f"config.json: rope type {kind!r} depends on the sequence length and cannot be compiled "
-                f"(known: {', '.join(sorted(KNOWN_ROPE_TYPES))})"
+                f"llmc cannot build this architecture: rope type {str(kind)[:40]!r} depends on the sequence length "
+                f"and cannot be compiled (config.json; known: {', '.join(sorted(KNOWN_ROPE_TYPES))})"
             )
 
 
 def _materialise_buffers(model: Any) -> dict[str, Tensor]:
     """The values of the buffers that are not in a checkpoint, computed as transformers does when it loads one."""
-    owners = set()
+    owners = {}
     for name, buffer in list(model.named_non_persistent_buffers()):
         owner_name, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(owner_name)
+        owners[owner_name] = owner = model.get_submodule(owner_name)
         owner.register_buffer(leaf, torch.zeros_like(buffer, device="cpu"), persistent=False)
-        owners.add(owner)
-    for owner in owners:
-        model._init_weights(owner)
+    for name, owner in owners.items():
+        inner = name
+        while not hasattr(model.get_submodule(inner), "_init_weights"):  # of the model that the owner is nearest to
+            inner = inner.rpartition(".")[0]
+        model.get_submodule(inner)._init_weights(owner)
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if not buffer.is_meta}
 
 
@@ -138,6 +154,7 @@ def export_model(model: Any) -> ExportedModel:
     tokens = torch.export.Dim("T", min=2, max=1 << 20)
     shapes = {"tokens": {0: tokens}, "positions": {0: tokens}}
     logging.getLogger("torch.export").setLevel(logging.ERROR)
+    _traced_layers.clear()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -147,10 +164,8 @@ def export_model(model: Any) -> ExportedModel:
     except UserError:
         raise
     except Exception as error:  # torch.export raises many types; all mean "this model cannot be traced"
-        raise UserError(
-            f"{type(model).__name__}: torch.export cannot trace this architecture: {_first_line(error)}"
-        ) from error
-    _check_attention(program.graph, model)
+        raise trace_failure(model, error, _traced_layers) from error
+    check_attention(model, [int(n.args[7]) for n in program.graph.nodes if n.target is ATTENTION])
     check_experts(program.graph, model)
     values = _materialise_buffers(model)
     constants = {}
@@ -159,7 +174,11 @@ def export_model(model: Any) -> ExportedModel:
         if name in values:
             constants[placeholder] = values[name]
     for placeholder, name in program.graph_signature.inputs_to_lifted_tensor_constants.items():
-        constants[placeholder] = _lifted_constant(program.constants[name], name)
+        value = program.constants[name]
+        if not isinstance(value, Tensor) or value.is_meta:
+            where = name.removeprefix("model.").rpartition(".")[0]
+            raise refusal(type(model).__name__, [f"a tensor that its forward pass makes of a number ({where})"])
+        constants[placeholder] = value
     parameters = {
         placeholder: name.removeprefix("model.")
         for placeholder, name in (
@@ -169,25 +188,3 @@ def export_model(model: Any) -> ExportedModel:
         if placeholder not in constants
     }
     return ExportedModel(program.graph, parameters, constants)
-
-
-def _lifted_constant(value: Any, name: str) -> Tensor:
-    if not isinstance(value, Tensor) or value.is_meta:
-        raise UserError(f"the graph holds a constant {name} whose value is only known at run time")
-    return value
-
-
-def _check_attention(graph: torch.fx.Graph, model: Any) -> None:
-    """One attention node per layer, or the model computes attention in a way that llmc did not see."""
-    layers = sorted(n.args[7] for n in graph.nodes if n.target is ATTENTION)
-    expected = int(model.config.num_hidden_layers)
-    if layers != list(range(expected)):
-        raise UserError(
-            f"{type(model).__name__}: found {len(layers)} attention nodes for {expected} layers; this "
-            "architecture does not route its attention through transformers' attention interface"
-        )
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__

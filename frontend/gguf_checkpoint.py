@@ -84,6 +84,10 @@ class GgufCheckpoint:
     def hf_config(self) -> Any:
         return copy.deepcopy(self._hf_config)
 
+    @property
+    def is_multimodal(self) -> bool:
+        return False
+
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {name: recipe.info for name, recipe in sorted(self._recipes.items())}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.gguf_checkpoint import GgufCheckpoint
 from llmc.frontend.parameters import match_parameters
@@ -11,8 +13,11 @@ from llmc.frontend.source import Source
 __all__ = ["match_parameters", "open_checkpoint"]
 
 
-def open_checkpoint(source: Source) -> Checkpoint:
-    """The checkpoint of `source`, validated; no weight is read. Raises UserError when it is not usable."""
+def open_checkpoint(source: Source, tell: Callable[[str], None] = lambda line: None) -> Checkpoint:
+    """The checkpoint of `source`, validated; no weight is read. `tell` gets a line about what is there and not used.
+
+    Raises UserError when it is not usable.
+    """
     if source.kind == "gguf":
         return GgufCheckpoint(source.path, source.label)
-    return SafetensorsCheckpoint(source.path, source.label)
+    return SafetensorsCheckpoint(source.path, source.label, tell)

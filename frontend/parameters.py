@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmc.errors import UserError
 from llmc.frontend.checkpoint import Checkpoint, TensorInfo
 from llmc.frontend.merged import Merged, add_part, merged_recipes
+from llmc.frontend.text_part import left_out, text_tensors
 from llmc.kernels.weights import Stored, WeightRef
 
 _SHOWN = 3  # names in a message
@@ -18,17 +20,25 @@ _LEGACY_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_
 _COMPARE_ROWS = 4096
 
 
-def match_parameters(ckpt: Checkpoint, model: Any) -> dict[str, WeightRef]:
+def match_parameters(
+    ckpt: Checkpoint, model: Any, tell: Callable[[str], None] = lambda line: None
+) -> dict[str, WeightRef]:
     """{parameter or persistent buffer of `model` (on any device, usually meta): recipe from the tensors of `ckpt`}.
 
     A tensor may be called as the parameter is, with or without the base model's prefix, or by an older name
     that transformers still knows; several may make one parameter (merged.py). A tied parameter gets the tensor of its
     partner. Where the checkpoint holds both and they differ, the two are untied *in the model*, as transformers does on
-    loading. Raises UserError for missing, extra, mis-shaped and non-float tensors.
+    loading. Of a multimodal checkpoint only the tensors of its language model are looked at. `tell` gets a line about
+    what is left out, or untied. Raises UserError for missing, extra, mis-shaped and non-float tensors.
     """
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    found, merged, extra = _by_name(ckpt, model, wanted)
-    _resolve_ties(ckpt, model, found)
+    names = {name: name for name in ckpt.tensors}
+    if ckpt.is_multimodal:
+        names = text_tensors(ckpt.tensors, wanted, model.base_model_prefix)
+        if others := left_out(ckpt.tensors, names.values()):
+            tell(f"the text part of a multimodal model is built; left out: {others}")
+    found, merged, extra = _by_name(ckpt, model, wanted, names)
+    _resolve_ties(ckpt, model, found, tell)
     where = ckpt.source_label
     _refuse(
         where,
@@ -51,11 +61,12 @@ def match_parameters(ckpt: Checkpoint, model: Any) -> dict[str, WeightRef]:
 
 
 def _by_name(
-    ckpt: Checkpoint, model: Any, wanted: dict[str, tuple[int, ...]]
+    ckpt: Checkpoint, model: Any, wanted: dict[str, tuple[int, ...]], names: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, Merged], list[str]]:
-    """({parameter: tensor} by name alone, those made of several, the tensors left over)."""
-    found = {name: name for name in wanted if name in ckpt.tensors}
-    left = [name for name in ckpt.tensors if name not in found]
+    """({parameter: tensor} by name alone, those made of several, the tensors left over). names: of tensors by what the
+    model may call them."""
+    found = {name: names[name] for name in wanted if name in names}
+    left = [name for name in names if name not in found]
     if not left:
         return found, {}, []
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -72,12 +83,12 @@ def _by_name(
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if pattern is not None:
             renamed = apply_renamings(name, renamings)
-            if target not in wanted or not add_part(merged, target, pattern, name, renamed, converters):
-                unknown.append(name)
+            if target not in wanted or not add_part(merged, target, pattern, names[name], renamed, converters):
+                unknown.append(names[name])
         elif target in wanted and target not in found:
-            found[target] = name
+            found[target] = names[name]
         else:
-            extra.append(name)
+            extra.append(names[name])
     _refuse(
         ckpt.source_label,
         "holds",
@@ -89,7 +100,7 @@ def _by_name(
     return found, merged, extra
 
 
-def _resolve_ties(ckpt: Checkpoint, model: Any, found: dict[str, str]) -> None:
+def _resolve_ties(ckpt: Checkpoint, model: Any, found: dict[str, str], tell: Callable[[str], None]) -> None:
     """Gives tied parameters one tensor; unties in the model what the checkpoint holds with other values."""
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     for target, source in ties.items():
@@ -97,6 +108,7 @@ def _resolve_ties(ckpt: Checkpoint, model: Any, found: dict[str, str]) -> None:
             if _equal(ckpt, found[target], found[source]):
                 found[target] = found[source]
             else:
+                tell(f"config.json ties {target} to {source}, but other values are stored for it: they are used")
                 _untie(model, target)
         elif source in found:
             found[target] = found[source]

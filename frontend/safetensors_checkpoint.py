@@ -7,7 +7,7 @@ Opening validates every header and reads no tensor; pickle files are never read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from llmc.frontend.checkpoint import TensorInfo
 from llmc.frontend.config import build_config, normalise_config, read_json
 from llmc.frontend.rawfile import RawFile, check_finite, row_range, sha256_of
 from llmc.frontend.safetensors_header import Stored, read_header
+from llmc.frontend.text_part import text_config
 from llmc.kernels.codes import Codes
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -30,18 +31,23 @@ TOKENIZER_FILES = (
     "special_tokens_map.json", "spiece.model", "tekken.json", "tokenizer.json", "tokenizer.model",
     "tokenizer_config.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
+TEMPLATE_DIRECTORY = "additional_chat_templates"
 
 
 class SafetensorsCheckpoint:
     """`Checkpoint` over a directory. Weights stay on disk until `read`."""
 
-    def __init__(self, path: Path, label: str) -> None:
-        """Raises UserError for anything missing, malformed, truncated, pickled or already quantised."""
+    def __init__(self, path: Path, label: str, tell: Callable[[str], None] = lambda line: None) -> None:
+        """`tell` gets a line about what is there and not used. Raises UserError for anything missing, malformed,
+        truncated, pickled or already quantised."""
         self.path = path
         self.source_label = label
+        _check_adapter(path, tell)
         if not (path / "config.json").is_file():
             raise UserError(f"{path} has no config.json: give the directory of a Hugging Face model, or a .gguf file")
-        self._hf_config = build_config(read_json(path / "config.json"), str(path / "config.json"))
+        whole = build_config(read_json(path / "config.json"), str(path / "config.json"))
+        self._hf_config = text_config(whole, str(path / "config.json"))
+        self.is_multimodal = self._hf_config is not whole
         self._files: list[RawFile] = []
         try:
             self._stored = self._read_headers(find_weights(path))
@@ -107,6 +113,7 @@ class SafetensorsCheckpoint:
             "config.json",
             "generation_config.json",
             *TOKENIZER_FILES,
+            *(f"{TEMPLATE_DIRECTORY}/{file.name}" for file in (self.path / TEMPLATE_DIRECTORY).glob("*.jinja")),
         }
         total = hashlib.sha256()
         for name in sorted(names):
@@ -117,6 +124,20 @@ class SafetensorsCheckpoint:
     def close(self) -> None:
         for file in self._files:
             file.close()
+
+
+def _check_adapter(path: Path, tell: Callable[[str], None]) -> None:
+    """Raises UserError for a directory that holds an adapter and no model."""
+    if not (path / "adapter_config.json").is_file():
+        return
+    if (path / "config.json").is_file() and any(not f.name.startswith("adapter_") for f in path.glob("*.safetensors")):
+        tell("adapter_config.json and its adapter are left out: the base model is built")
+        return
+    base = str(read_json(path / "adapter_config.json").get("base_model_name_or_path") or "its base model")[:100]
+    raise UserError(
+        f"{path} holds an adapter (adapter_config.json) and not the model that it changes: merge it into {base} with "
+        "peft (merge_and_unload, then save_pretrained) and build the result"
+    )
 
 
 def _widen(raw: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from llmc.errors import UserError
+from llmc.frontend.architecture import op_meaning
 from llmc.frontend.export import ATTENTION, ExportedModel
 from llmc.frontend.row_ops import IN_PLACE, ROW_OPS, row_op
 from llmc.kernels import ops
@@ -162,8 +163,8 @@ class _Importer:
 
     def refuse(self, node: fx.Node, reason: str) -> NoReturn:
         raise UserError(
-            f"op {node.target} at {module_path(node)} cannot be imported: {reason}; "
-            "this architecture is not supported yet"
+            f"llmc cannot build this architecture: it has {op_meaning(node)}: op {node.target} at {module_path(node)} "
+            f"cannot be imported: {reason}"
         )
 
     # ---- ops on weights alone become recipes

@@ -108,7 +108,7 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress) -
     progress.stage("resolve")
     source = resolve(model, sha256=options.sha256, revision=options.revision)
     output = check_output(output, "-o", (source.path, *(p for p in (options.eval_text, options.calibration_text) if p)))
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, progress.stage)
     try:
         grids = {name: info.grid for name, info in checkpoint.tensors.items() if info.grid is not None}
         context = pass_context(options, grids)
@@ -161,6 +161,7 @@ class _Build:
 
     def run(self) -> dict[str, Any]:
         config = self.checkpoint.hf_config()
+        model = build_meta_model(config)
         self.max_model_len = self.context_length(config)
         assets = load_tokenizer(self.checkpoint)
         _check_end_tokens(assets, config)
@@ -169,7 +170,7 @@ class _Build:
         tokens = self.eval_tokens(assets)
         text = self.calibration_text(assets, config)
         self.progress.stage("export")
-        graph = self.export(config)
+        graph = self.export(model)
         report = self.lower(graph, config, keep_exact=tokens is not None or text is not None)
         self.calibrate(report.exact, text)
         table = WeightTable()
@@ -240,9 +241,8 @@ class _Build:
             raise UserError(f"--calibration {path}: is empty")
         return text
 
-    def export(self, config: Any) -> fx.Graph:
-        model = build_meta_model(config)
-        recipes = match_parameters(self.checkpoint, model)
+    def export(self, model: Any) -> fx.Graph:
+        recipes = match_parameters(self.checkpoint, model, self.progress.stage)
         exported = export_model(model)
         return import_graph(exported, recipes)
 

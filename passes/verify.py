@@ -29,8 +29,8 @@ def verify_lowered(graph: fx.Graph, skipped: dict[str, list[tuple[str, str]]]) -
             reasons = [f"{name}: {why}" for name, notes in skipped.items() for who, why in notes if who == node.name]
             declined = "; ".join(reasons) or "no rewrite matches it"
             raise UserError(
-                f"op {node.target} at {node.meta.get('path', '?')} has no lowering ({declined}); "
-                "this architecture is not supported yet"
+                f"llmc cannot build this architecture: it has an operation without a rule: op {node.target} at "
+                f"{node.meta.get('path', '?')} has no lowering ({declined})"
             )
         if node.meta["shape"][0] not in (PROBE_T, PROBE_R):
             raise UserError(f"op {node.target} at {node.meta.get('path', '?')} does not keep tokens in rows")

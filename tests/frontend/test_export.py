@@ -82,7 +82,7 @@ def test_what_torch_cannot_trace_is_named_with_its_reason(monkeypatch: pytest.Mo
         raise RuntimeError("no trace of this\nand more")
 
     monkeypatch.setattr(model, "forward", forward)
-    with pytest.raises(UserError, match=r"^LlamaForCausalLM: torch\.export cannot trace .*: no trace of this$"):
+    with pytest.raises(UserError, match=r"LlamaForCausalLM has .* torch\.export cannot trace: no trace of this$"):
         export_model(model)
 
 
@@ -91,6 +91,38 @@ def test_a_layer_whose_attention_is_not_seen_is_counted(monkeypatch: pytest.Monk
     monkeypatch.setattr(model.model.layers[1], "forward", lambda x, **_: x)
     with pytest.raises(UserError, match="found 1 attention nodes for 2 layers"):
         export_model(model)
+
+
+def _reason(model_type: str, **settings: Any) -> str:
+    """Why the architecture of a small configuration is refused."""
+    with pytest.raises(UserError, match=r"^llmc cannot build this architecture: ") as caught:
+        export_model(build_meta_model(AutoConfig.for_model(model_type, vocab_size=64, **settings)))
+    return str(caught.value)
+
+
+def test_mechanisms_are_named_from_modules_and_configuration() -> None:
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    mixture = _reason("mixtral", **small, num_local_experts=6, num_key_value_heads=2)
+    assert mixture.endswith("MixtralForCausalLM has a mixture of experts (6 experts, model.layers.0.mlp)")
+    assert "state-space or linear-attention layers (backbone.layers.0.mixer)" in _reason(
+        "mamba", hidden_size=32, num_hidden_layers=1
+    )
+    assert "bart has an encoder beside its decoder" in _reason("bart", d_model=32)
+    bidirectional = _reason("bert", **small)
+    assert "bidirectional attention" in bidirectional and "is_decoder" in bidirectional
+
+
+def test_a_forward_pass_for_some_numbers_of_tokens_is_no_torch_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_meta_model(tiny_config("llama"))
+    rotary, table = model.model.rotary_emb.forward, torch.zeros(40, device="meta")
+    monkeypatch.setattr(
+        model.model.rotary_emb,
+        "forward",
+        lambda x, position_ids: rotary(x + table[None, : x.shape[1], None], position_ids),
+    )
+    with pytest.raises(UserError, match="a forward pass that is another one for other numbers of tokens") as caught:
+        export_model(model)
+    assert "onstraint" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def _attend(q_size: int = 8, v_size: int = 8, mask: Any = None, causal: bool = True, **kwargs: Any) -> Any:

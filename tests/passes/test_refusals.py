@@ -81,7 +81,7 @@ def test_a_pass_that_changes_the_result_is_caught(monkeypatch: Any) -> None:
     ("family", "settings", "words"),
     [
         ("falcon", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}, "attention nodes"),
-        ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4}, "attention nodes"),
+        ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4}, "position biases on its attention"),
     ],
 )
 def test_attention_outside_the_interface_is_refused(family: str, settings: dict[str, Any], words: str) -> None:
