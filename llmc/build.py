@@ -28,7 +28,7 @@ from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.export import build_meta_model, export_model
 from llmc.frontend.open import match_parameters, open_checkpoint
 from llmc.frontend.source import resolve
-from llmc.frontend.tokenizer import TokenizerAssets, load_tokenizer
+from llmc.frontend.tokenizer import TokenizerAssets, check_vocabulary, load_tokenizer
 from llmc.frontend.tokens_major import import_graph
 from llmc.kernels.formats import BF16, F32, W4, W8, Format
 from llmc.kernels.weights import Reader
@@ -163,8 +163,12 @@ class _Build:
         config = self.checkpoint.hf_config()
         model = build_meta_model(config)
         self.max_model_len = self.context_length(config)
-        assets = load_tokenizer(self.checkpoint)
+        assets = load_tokenizer(self.checkpoint, self.progress.stage)
         _check_end_tokens(assets, config)
+        if assets is None:
+            self.progress.stage("the checkpoint has no tokenizer: run and serve will refuse the plan")
+        else:
+            check_vocabulary(assets, int(config.vocab_size), self.progress.stage)
         if assets is not None and assets.chat_template is not None:
             probe_template(assets.chat_template, assets.special_tokens)
         tokens = self.eval_tokens(assets)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from llmc.errors import UserError
-from llmc.frontend.open import open_checkpoint
+from llmc.frontend.open import match_parameters, open_checkpoint
 from llmc.frontend.rawfile import RawFile
 from llmc.frontend.safetensors_header import read_header
 from llmc.frontend.source import Source
@@ -44,6 +44,18 @@ def open_dir(path: Path) -> Any:
 
 def every_value(ckpt: Any, names: dict[str, str]) -> dict[str, np.ndarray]:
     return {name: ckpt.read(stored) for name, stored in names.items()}
+
+
+def test_an_adapter_is_no_model_and_is_left_out_beside_one(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    for name in ("adapter_model.safetensors", "config.json"):
+        with pytest.raises(UserError, match=r"holds an adapter .* merge it into org/base with peft"):
+            open_dir(tmp_path)
+        (tmp_path / name).write_text("{}")
+    tiny_llama(tmp_path)
+    told: list[str] = []
+    open_checkpoint(Source(tmp_path, "dir", "x"), told.append)
+    assert told == ["adapter_config.json and its adapter are left out: the base model is built"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,8 +128,9 @@ def test_a_different_head_is_untied_as_transformers_does(tmp_path: Path) -> None
     edit(tmp_path, lambda s: s.update({"lm_head.weight": s["model.embed_tokens.weight"] + 1}))
     ckpt = open_dir(tmp_path)
     model = meta_model(ckpt)
-    names = matched_names(ckpt, model)
-    assert names["lm_head.weight"] == "lm_head.weight"
+    told: list[str] = []
+    names = {name: ref.name for name, ref in match_parameters(ckpt, model, told.append).items()}
+    assert names["lm_head.weight"] == "lm_head.weight" and "lm_head.weight" in told[0] and "are used" in told[0]
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     np.testing.assert_array_equal(reference.lm_head.weight.detach().numpy(), ckpt.read("lm_head.weight"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -31,7 +32,7 @@ from llmc.frontend.open import open_checkpoint
 from llmc.frontend.pretokenizers import PRE_TOKENIZERS
 from llmc.frontend.rawfile import RawFile
 from llmc.frontend.source import Source, resolve
-from llmc.frontend.tokenizer import TokenizerAssets, load_tokenizer
+from llmc.frontend.tokenizer import TokenizerAssets, check_vocabulary, load_tokenizer
 
 TEXTS = [
     "",
@@ -172,6 +173,81 @@ def test_templates_and_stop_ids(tmp_path: Path) -> None:
     assert load_dir(path).chat_template == "from file"
     (path / "generation_config.json").unlink()
     assert load_dir(path).eos_token_ids == (2, 1)  # config.json's, then the tokenizer's own
+
+
+def _told(path: Path) -> tuple[str | None, list[str]]:
+    """(chat template, the lines told about what is not used)."""
+    lines: list[str] = []
+    assets = load_tokenizer(open_checkpoint(Source(path, "dir", path.name)), lines.append)
+    assert assets is not None
+    return assets.chat_template, lines
+
+
+def test_of_named_templates_the_default_or_the_only_one_is_used(tmp_path: Path) -> None:
+    path = directory(tmp_path, byte_level_tokenizer(), chat_template=[{"name": "tool_use", "template": "tools"}])
+    digest = open_checkpoint(Source(path, "dir", "x")).digest
+    assert _told(path) == ("tools", ["the only chat template, tool_use, is used for all chats"])
+    more = path / "additional_chat_templates"
+    more.mkdir()
+    (more / "rag.jinja").write_text("rag")
+    template, (line,) = _told(path)
+    assert template is None and line.startswith("no chat template is used: none of rag, tool_use is called default")
+    assert open_checkpoint(Source(path, "dir", "x")).digest != digest
+    (path / "chat_template.jinja").write_text("from file")
+    assert _told(path) == ("from file", [])
+    (path / "chat_template.jinja").unlink()
+    (path / "tokenizer_config.json").write_text("{}")
+    assert _told(path) == ("rag", ["the only chat template, rag, is used for all chats"])
+    (more / "rag.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"rag\.jinja is not UTF-8"):
+        _told(path)
+
+
+def test_tokens_that_the_model_has_no_row_for() -> None:
+    """As of real Gemma 3, whose tokenizer has an image's token more than the model of text has rows."""
+    tokenizer, lines = byte_level_tokenizer(), list[str]()
+    rows = tokenizer.get_vocab_size()
+    tokenizer.add_tokens([AddedToken("<image>", special=True)])
+    assets = TokenizerAssets(tokenizer.to_str().encode(), None, None, None, None, None, (), False)
+    check_vocabulary(assets, rows + 1, lines.append)
+    assert not lines
+    check_vocabulary(assets, rows, lines.append)
+    assert lines == [f"the model's vocabulary of {rows} has no row for <image>: prompts with them are refused"]
+    with pytest.raises(UserError, match=r"has 2 tokens beyond the model's vocabulary of .* do not belong together"):
+        check_vocabulary(assets, rows - 2, lines.append)
+
+
+@pytest.mark.parametrize("listed", [{"one": {"content": "<x>"}}, {"1": "<x>"}, ["<x>"]])
+def test_added_tokens_that_are_none_are_refused(listed: Any, tmp_path: Path) -> None:
+    path = directory(tmp_path, byte_level_tokenizer(), added_tokens_decoder=listed)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: added_tokens_decoder must"):
+        load_dir(path)
+
+
+def _sentencepiece_directory(path: Path) -> Path:
+    import sentencepiece
+
+    directory(path, None, tokenizer_class="LlamaTokenizer", unk_token="<unk>")
+    with (path / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(CORPUS), model_writer=file, vocab_size=60, model_type="bpe", minloglevel=2
+        )
+    return path
+
+
+def test_a_sentencepiece_model_alone_is_converted(tmp_path: Path) -> None:
+    assets = load_dir(_sentencepiece_directory(tmp_path))
+    tokenizer = Tokenizer.from_str(assets.tokenizer_json.decode())
+    assert tokenizer.decode(tokenizer.encode("the cat sat").ids) == "the cat sat" and assets.eos_token == "</s>"
+
+
+def test_what_a_sentencepiece_model_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "sentencepiece" else find(name, *a)
+    )
+    with pytest.raises(UserError, match=r"has no tokenizer\.json, .* needs sentencepiece: pip install sentencepiece"):
+        load_dir(_sentencepiece_directory(tmp_path))
 
 
 def vocabulary(pre: str | None, **metadata: Any) -> dict[str, Any]:
