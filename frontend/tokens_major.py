@@ -155,7 +155,8 @@ class _Importer:
             aten.transpose.int: self.permute, aten.permute.default: self.permute,
             aten.select.int: self.select, aten.slice.Tensor: self.slice, aten.split.Tensor: self.split,
             aten.split_with_sizes.default: self.split, aten.chunk.default: self.split,
-            operator.getitem: self.getitem, aten.cat.default: self.cat, aten.mean.dim: self.mean,
+            operator.getitem: self.getitem, aten.cat.default: self.cat, aten.stack.default: self.stack,
+            aten.repeat_interleave.self_int: self.repeat, aten.mean.dim: self.mean,
             aten.embedding.default: self.embedding, aten.linear.default: self.same,
             aten.addmm.default: self.addmm, aten.mm.default: self.addmm, aten.layer_norm.default: self.same,
             ATTENTION: self.attention, UP: self.same, DOWN: self.same,
@@ -204,10 +205,11 @@ class _Importer:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         before, after = _shape(source), _shape(node)
-        for shape in (before, after):
-            token = _token_dim(shape)
-            if token is None or any(d != 1 for d in shape[:token]):
-                self.refuse(node, "a view mixes tokens with other dimensions")
+        if not _same_to_tokens(source, node):
+            for shape in (before, after):
+                token = _token_dim(shape)
+                if token is None or any(d != 1 for d in shape[:token]):
+                    self.refuse(node, "a view mixes tokens with other dimensions")
         if _tokens_major(before) == _tokens_major(after):
             return self.values[source]
         return self.reshape(self.operand(source), _tokens_major(after))
@@ -248,14 +250,17 @@ class _Importer:
     def slice(self, node: fx.Node) -> Any:
         source, dim, start, stop = (*node.args, *(0, 0, None, _BIG)[len(node.args) :])[:4]
         assert isinstance(source, fx.Node)
-        if len(node.args) > 4 and node.args[4] != 1:
-            self.refuse(node, "a slice with a step")
+        step = int(node.args[4]) if len(node.args) > 4 else 1
+        if step not in (1, 2):
+            self.refuse(node, f"a slice with a step of {step}")
         shape = _shape(source)
         if shape == _shape(node):
             return self.values[source]
         d = self.mapped_dim(node, shape, int(dim))
         size = _tokens_major(shape)[d]
         lo, hi, _ = slice(start, stop).indices(size)
+        if step != 1:
+            return self.graph.call_function(aten.slice.Tensor, (self.operand(source), d, lo, hi, step))
         return self.slice_node(self.operand(source), d, lo, hi)
 
     def slice_node(self, x: fx.Node, dim: int, lo: int, hi: int) -> fx.Node:
@@ -285,6 +290,21 @@ class _Importer:
         dim = int(node.args[1]) if len(node.args) > 1 else 0
         d = self.mapped_dim(node, _shape(node), dim)
         return self.graph.call_function(aten.cat.default, ([self.operand(p) for p in parts], d))
+
+    def stack(self, node: fx.Node) -> Any:
+        shape = _shape(node)
+        dim = int(node.args[1]) if len(node.args) > 1 else 0
+        d = self.mapped_dim(node, shape, dim)
+        return self.graph.call_function(aten.stack.default, ([self.operand(p) for p in node.args[0]], d))
+
+    def repeat(self, node: fx.Node) -> Any:
+        """Every value several times in turn, along one dimension."""
+        source, times = node.args[:2]
+        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+        if dim is None or "output_size" in node.kwargs:
+            self.refuse(node, "a repetition of everything")
+        d = self.mapped_dim(node, _shape(source), int(dim))
+        return self.graph.call_function(aten.repeat_interleave.self_int, (self.operand(source), times, d))
 
     # ---- arithmetic
 
@@ -373,6 +393,13 @@ def _shape(node: Any) -> list[int]:
 
 def _token_dim(shape: list[int]) -> int | None:
     return shape.index(-1) if shape.count(-1) == 1 else None
+
+
+def _same_to_tokens(before: fx.Node, after: fx.Node) -> bool:
+    """Whether a view leaves the dimension of tokens, which is the same number of them, and what lies before it."""
+    token = _token_dim(_shape(before))
+    shapes = [[str(d) for d in node.meta["val"].shape[: (token or 0) + 1]] for node in (before, after)]
+    return token is not None and shapes[0] == shapes[1]
 
 
 def _kept_dims(shape: list[int]) -> list[int]:

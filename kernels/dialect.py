@@ -201,14 +201,16 @@ def rope_table(positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
     return torch.cat([angle.cos(), angle.sin()], -1).to(torch.float32) * scale
 
 
-@_op("rope(Tensor x, Tensor table) -> Tensor")
-def rope(x: Tensor, table: Tensor) -> Tensor:
-    """x [T, H, D], table [T, ROT] -> rotates the halves of the first ROT dims of every head (Su et al. 2021, in the
-    half-split form of GPT-NeoX and Llama); the rest passes through."""
+@_op("rope(Tensor x, Tensor table, bool interleaved) -> Tensor")
+def rope(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:
+    """x [T, H, D], table [T, ROT] -> rotates pairs of the first ROT dims of every head (Su et al. 2021); the rest
+    passes through. Pairs are i and i + ROT/2 (half-split: Llama), or 2i and 2i + 1 (interleaved: GPT-J, Cohere)."""
     rot = table.shape[1]
     cos, sin = table[:, None, : rot // 2], table[:, None, rot // 2 :]
-    a, b, rest = x[..., : rot // 2], x[..., rot // 2 : rot], x[..., rot:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+    turned, rest = x[..., :rot], x[..., rot:]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.split(rot // 2, -1)
+    pair = [a * cos - b * sin, b * cos + a * sin]
+    return torch.cat([torch.stack(pair, -1).flatten(-2), rest] if interleaved else [*pair, rest], -1)
 
 
 @_op(

@@ -171,6 +171,7 @@ class Rope(OpView):
     op = "rope"
     x: fx.Node
     table: fx.Node
+    interleaved: bool
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ def last_dim_slice(node: Any) -> tuple[fx.Node, int, int] | None:
     """(x, start, end) of a slice along the last dimension."""
     if not is_call(node, aten.slice.Tensor):
         return None
-    x, dim, lo, hi = node.args
-    return (x, lo, hi) if dim == len(shape(x)) - 1 else None
+    x, dim, lo, hi, *step = node.args
+    return (x, lo, hi) if dim == len(shape(x)) - 1 and not step else None
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:

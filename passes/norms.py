@@ -1,6 +1,7 @@
 """Norms.
 
 x * rsqrt(mean(x^2) + eps) [* w]  ->  llmc.rms_norm(x, w, eps)
+the same of x - mean(x)  ->  llmc.layer_norm(x, w, None, eps)
 aten.layer_norm over the last dimension  ->  llmc.layer_norm(x, w, b, eps)
 """
 
@@ -35,14 +36,15 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
             continue
         x, eps = found
         product = only_user(node)
-        if product is None or not is_call(product, aten.mul.Tensor) or x not in product.args:
+        source = _centred(x)
+        if product is None or not _scales(product, node, x, source):
             skipped.append((node.name, "the root does not scale the value that it was taken from"))
             continue
         weight, last, user = None, product, only_user(product)
         if user is not None and is_call(user, aten.mul.Tensor):
             weight = next((b for a, b in commuted(user) if a is product and is_vector(b)), None)
             last = user if weight is not None else product
-        replace_with(last, RmsNorm(x, weight, eps))
+        replace_with(last, RmsNorm(x, weight, eps) if source is None else LayerNorm(source, weight, None, eps))
         count += 1
     for node in calls(graph, aten.layer_norm.default):
         norm = arguments(node)
@@ -52,6 +54,22 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
         replace_with(node, LayerNorm(norm["input"], norm["weight"], norm["bias"], norm["eps"]))
         count += 1
     return PassResult(count, skipped)
+
+
+def _scales(product: fx.Node, root: fx.Node, x: fx.Node, source: fx.Node | None) -> bool:
+    """Whether a product is of the root and of x, or of x computed again (source, centred)."""
+    if not is_call(product, aten.mul.Tensor):
+        return False
+    others = [b for a, b in commuted(product) if a is root]
+    return any(b is x or (source is not None and _centred(b) is source) for b in others)
+
+
+def _centred(node: Any) -> fx.Node | None:
+    """x of x - mean(x) over the last dimension."""
+    if not is_call(node, aten.sub.Tensor) or not is_call(node.args[1], aten.mean.dim):
+        return None
+    x, mean = node.args
+    return x if mean.args[0] is x and list(mean.args[1]) == [len(shape(x)) - 1] else None
 
 
 def _mean_of_squares(node: Any) -> tuple[fx.Node, float] | None:

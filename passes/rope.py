@@ -2,6 +2,7 @@
 
 The tables  cos(cat(p f, p f)) [* s],  sin(…) [* s]                 ->  llmc.rope_table(positions, f, s)
 x * cos + cat(-x[half:], x[:half]) * sin                            ->  llmc.rope(x, table)
+x * each twice(cos) + stack(-x[1::2], x[::2]) * each twice(sin)     ->  llmc.rope(x, table, interleaved)
 cat(rope(x[:rot]), x[rot:])  (partial rotary)                       ->  llmc.rope(x, table)
 """
 
@@ -25,7 +26,7 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
             skipped.append((node.name, found))
         if not isinstance(found, tuple):
             continue
-        x, inv_freq, scale = found
+        x, (inv_freq, scale, interleaved) = found
         if (inv_freq, scale) not in tables:
             first = next(n for n in graph.nodes if n.op == "call_function")
             positions = next(n for n in graph.nodes if n.name == "positions")
@@ -34,14 +35,18 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
                 table = graph.call_function(view.target, view.args)
             table.meta["path"] = "rotary embedding"
             tables[inv_freq, scale] = table
-        new = replace_with(node, Rope(x, tables[inv_freq, scale]))
+        new = replace_with(node, Rope(x, tables[inv_freq, scale], interleaved))
         _absorb_pass_through(new)
         count += 1
     return PassResult(count, skipped)
 
 
-def _rotation(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | str | None:
-    """(x, inv_freq, scale); a reason when it looks like a rotation but is of another kind; None otherwise."""
+_Table = tuple[fx.Node, float, bool]
+"""(inv_freq, scale, whether each value stands twice, for neighbours)"""
+
+
+def _rotation(node: fx.Node) -> tuple[fx.Node, _Table] | str | None:
+    """(x, table); a reason when it looks like a rotation but is of another kind; None otherwise."""
     for left, right in commuted(node):
         if not (is_call(left, aten.mul.Tensor) and is_call(right, aten.mul.Tensor)):
             return None
@@ -52,9 +57,9 @@ def _rotation(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | str | None:
                     continue
                 if c != s:
                     return "cosine and sine have different frequencies or scales"
-                if not _is_half_rotation(rotated, x):
-                    return "the rotation is not by halves"
-                return x, c[0], c[1]
+                if not (_is_neighbour_rotation(rotated, x) if c[2] else _is_half_rotation(rotated, x)):
+                    return "the rotation is neither by halves nor of neighbours"
+                return x, c
     return None
 
 
@@ -71,21 +76,68 @@ def _is_half_rotation(node: Any, x: fx.Node) -> bool:
     )
 
 
-def _table_side(node: Any, function: Any) -> tuple[fx.Node, float] | None:
-    """(inv_freq, scale) of view(cos(cat(f, f)) [* scale]) with f = float(positions) * inv_freq."""
-    if is_call(node, aten.view.default):
-        node = node.args[0]
-    scale = 1.0
-    if is_call(node, aten.mul.Tensor) and scalar(node.args[1]) is not None:
-        node, scale = node.args[0], float(node.args[1])
-    if not is_call(node, function) or not is_call(node.args[0], aten.cat.default):
+def _is_neighbour_rotation(node: Any, x: fx.Node) -> bool:
+    """Whether node is stack([-x[1::2], x[::2]], -1), flattened."""
+    if not is_call(node, aten.view.default) or shape(node) != shape(x):
+        return False
+    pairs = node.args[0]
+    if not is_call(pairs, aten.stack.default) or len(pairs.args[0]) != 2 or pairs.args[1] != len(shape(x)):
+        return False
+    negated, first = pairs.args[0]
+    last, size = len(shape(x)) - 1, shape(x)[-1]
+    return (
+        is_call(negated, aten.neg.default)
+        and is_call(negated.args[0], aten.slice.Tensor)
+        and is_call(first, aten.slice.Tensor)
+        and negated.args[0].args == (x, last, 1, size, 2)
+        and first.args == (x, last, 0, size, 2)
+    )
+
+
+def _table_side(node: Any, function: Any) -> _Table | None:
+    """The table behind one of its sides: cos(cat(f, f)) [* scale] with f = float(positions) * inv_freq, its first half
+    with each value twice, or cos of f with each value twice; views may lie between."""
+    scale, twice, is_half = 1.0, False, False
+    while not is_call(node, function):
+        if is_call(node, aten.view.default):
+            node = node.args[0]
+        elif is_call(node, aten.mul.Tensor) and scalar(node.args[1]) is not None:
+            node, scale = node.args[0], scale * float(node.args[1])
+        elif not twice and (inner := _each_twice(node)) is not None:
+            node, twice = inner, True
+        elif twice and not is_half and (cut := last_dim_slice(node)) is not None:
+            node, is_half = cut[0], True
+            if cut[1:] != (0, shape(node)[-1] // 2):
+                return None
+        else:
+            return None
+    angles = node.args[0]
+    if (inner := _each_twice(angles)) is not None and not twice:
+        return _frequencies(inner, scale, True)
+    if twice and not is_half:
+        return _frequencies(angles, scale, True)
+    if not is_call(angles, aten.cat.default):
         return None
-    halves = node.args[0].args[0]
-    if len(halves) != 2 or halves[0] is not halves[1] or not is_call(halves[0], aten.mul.Tensor):
+    halves = angles.args[0]
+    if len(halves) != 2 or halves[0] is not halves[1]:
         return None
-    for positions, inv_freq in commuted(halves[0]):
+    return _frequencies(halves[0], scale, twice)
+
+
+def _each_twice(node: Any) -> Any:
+    """x of an x whose every last value stands twice, or None."""
+    if is_call(node, aten.repeat_interleave.self_int) and node.args[1:3] == (2, len(shape(node)) - 1):
+        return node.args[0]
+    return None
+
+
+def _frequencies(angles: Any, scale: float, interleaved: bool) -> _Table | None:
+    """The table of angles float(positions) * inv_freq."""
+    if not is_call(angles, aten.mul.Tensor):
+        return None
+    for positions, inv_freq in commuted(angles):
         if constant(inv_freq) is not None and is_call(positions, aten._to_copy.default):
-            return inv_freq, scale
+            return inv_freq, scale, interleaved
     return None
 
 

@@ -31,6 +31,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "word_embed_proj_dim": 64, "max_position_embeddings": 128},
     "olmo2": _DIMS,
     "gpt_neox": _MHA,
+    "cohere": {k: v for k, v in _DIMS.items() if k != "head_dim"},
+    "glm": _DIMS | {"pad_token_id": 0},
 }  # fmt: skip
 """model_type -> configuration. Odd sizes on purpose: a vocabulary of 211, windows shorter than the prompts."""
 _EXPERTS = _DIMS | {

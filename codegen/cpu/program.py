@@ -250,7 +250,8 @@ class _Selector:
     def rope(self, node: fx.Node) -> None:
         op = ops.Rope.of(node)
         heads, dim = self.values[op.x].shape
-        self.rowwise(node, (heads, dim, self.values[op.table].width), [op.x, op.table], self.domain(op.x))
+        shape = (heads, dim, self.values[op.table].width, op.interleaved)
+        self.rowwise(node, shape, [op.x, op.table], self.domain(op.x))
 
     def attention(self, node: fx.Node) -> None:
         op = ops.Attention.of(node)

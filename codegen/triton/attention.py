@@ -29,7 +29,7 @@ def fusible_ropes(graph: fx.Graph) -> set[fx.Node]:
         if attention is None:
             continue
         q, k = Rope.match(attention.q), Rope.match(attention.k)
-        if q is None or k is None or q.table is not k.table:
+        if q is None or k is None or q.table is not k.table or q.interleaved != k.interleaved:
             continue
         if all(list(x.users) == [node] for x in (attention.q, attention.k)):
             found |= {attention.q, attention.k}
@@ -82,6 +82,7 @@ def _write(out: Builder, node: fx.Node, slot: KVSlot, kv: dict[str, tuple[str, A
     op = Attention.of(node)
     q, k, v = op.q, op.k, op.v
     table: Value[Buffer] | None = None
+    interleaved = q in fused and Rope.of(q).interleaved
     if q in fused:
         table = out.values[Rope.of(q).table]
         q, k = Rope.of(q).x, Rope.of(k).x
@@ -90,7 +91,7 @@ def _write(out: Builder, node: fx.Node, slot: KVSlot, kv: dict[str, tuple[str, A
     form = "f32" if slot.dtype == "f32" else "half"
     queries = out.buffer(f"{node.name}_q", "tokens", form, heads * slot.head_dim)
     constants: dict[str, Any] = {"HQ": heads, "HKV": slot.heads, "D": slot.head_dim, "DP": _padded(slot)}
-    constants["ROT"] = table.width if table is not None else 0
+    constants |= {"ROT": table.width if table is not None else 0, "INTERLEAVED": interleaved}
     for name, value in zip("QKV", values, strict=True):
         constants |= {f"{name}C": value.column, f"LD{name}": value.buffer.width}
     args = {name: ("*fp32", out.place(value.buffer)) for name, value in zip("qkv", values, strict=True)}

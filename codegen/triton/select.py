@@ -166,8 +166,8 @@ class _Selector:
         x, table = out.values[op.x], out.values[op.table]
         heads, dim = x.shape
         y = out.new(node, "tokens")
-        constants = {"D": dim, "DP": pow2(dim), "ROT": table.width, "XC": x.column, "LDX": x.buffer.width,
-                     "LDY": y.width}  # fmt: skip
+        constants = {"D": dim, "DP": pow2(dim), "ROT": table.width, "INTERLEAVED": op.interleaved,
+                     "XC": x.column, "LDX": x.buffer.width, "LDY": y.width}  # fmt: skip
         args = {"x": ("*fp32", out.place(x.buffer)), "table": ("*fp32", out.place(table.buffer))} | out.outputs(y)
         out.emit(f"rope {heads}x{dim}", "rope.rope", args, constants, y, [x.buffer, table.buffer], (("T", 1), heads))
 

@@ -1,6 +1,7 @@
 """Rotary position embedding, and keys and values into the paged pool.
 
-Half-split form (GPT-NeoX, Llama): element d pairs with d + ROT/2 (Su et al. 2021).
+Element d pairs with d + ROT/2 (half-split form: GPT-NeoX, Llama), or 2d with 2d + 1 (interleaved: GPT-J, Cohere; Su et
+al. 2021).
 """
 
 import triton
@@ -27,28 +28,34 @@ def rope_table(positions, inv_freq, table, meta, ROT: tl.constexpr, W: tl.conste
 
 
 @triton.jit
-def _rotated(x, table, t, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr):
+def _rotated(x, table, t, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The D elements at x, the first ROT of them rotated by row t of the table; [DP] float32, 0 beyond D."""
     d = tl.arange(0, DP)
     v = tl.load(x + d, mask=d < D, other=0)
     if ROT > 0:
         HALF: tl.constexpr = ROT // 2
         turned = d < ROT
-        partner = tl.load(x + tl.where(d < HALF, d + HALF, d - HALF), mask=turned, other=0)
-        cos = tl.load(table + t * ROT + d % HALF, mask=turned, other=1)
-        sin = tl.load(table + t * ROT + HALF + d % HALF, mask=turned, other=0)
-        v = tl.fma(tl.where(d < HALF, -partner, partner), sin, v * cos)
+        if INTERLEAVED:
+            is_first = d % 2 == 0
+            other, angle = d ^ 1, d // 2
+        else:
+            is_first = d < HALF
+            other, angle = tl.where(is_first, d + HALF, d - HALF), d % HALF
+        partner = tl.load(x + other, mask=turned, other=0)
+        cos = tl.load(table + t * ROT + angle, mask=turned, other=1)
+        sin = tl.load(table + t * ROT + HALF + angle, mask=turned, other=0)
+        v = tl.fma(tl.where(is_first, -partner, partner), sin, v * cos)
     return v
 
 
 @triton.jit
-def rope(x, table, y, meta, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr, XC: tl.constexpr,
-         LDX: tl.constexpr, LDY: tl.constexpr):  # fmt: skip
+def rope(x, table, y, meta, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr, INTERLEAVED: tl.constexpr,
+         XC: tl.constexpr, LDX: tl.constexpr, LDY: tl.constexpr):  # fmt: skip
     """y [T, H * D] float32: each head of columns XC.. of x rotated. Grid: (T, H)."""
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if t >= tl.load(meta):
         return
-    v = _rotated(x + t * LDX + XC + head * D, table, t, D, DP, ROT)
+    v = _rotated(x + t * LDX + XC + head * D, table, t, D, DP, ROT, INTERLEAVED)
     d = tl.arange(0, DP)
     tl.store(y + t * LDY + head * D + d, v, mask=d < D)
 
@@ -69,8 +76,8 @@ def _write_kv(v, pool, scales, slot, D: tl.constexpr, DP: tl.constexpr):
 @triton.jit
 def rope_kv_write(q, k, v, table, q_out, keys, values, key_scales, value_scales, positions, seqs, tables, meta,
                   HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr,
-                  QC: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, LDQ: tl.constexpr, LDK: tl.constexpr,
-                  LDV: tl.constexpr):  # fmt: skip
+                  INTERLEAVED: tl.constexpr, QC: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, LDQ: tl.constexpr,
+                  LDK: tl.constexpr, LDV: tl.constexpr):  # fmt: skip
     """Rotates the queries into q_out [T, HQ * D] and writes rotated keys, and values, into the pages of their tokens.
 
     q, k, v float32: columns QC.., KC.., VC.. of rows of LDQ, LDK, LDV elements. keys, values [pages, HKV, 16, D];
@@ -81,14 +88,14 @@ def rope_kv_write(q, k, v, table, q_out, keys, values, key_scales, value_scales,
         return
     d = tl.arange(0, DP)
     if head < HQ:
-        out = _rotated(q + t * LDQ + QC + head * D, table, t, D, DP, ROT)
+        out = _rotated(q + t * LDQ + QC + head * D, table, t, D, DP, ROT, INTERLEAVED)
         tl.store(q_out + (t * HQ + head) * D + d, out.to(q_out.dtype.element_ty), mask=d < D)
     else:
         position = tl.load(positions + t)
         stride = tl.load(meta + 5).to(tl.int64)
         page = tl.load(tables + tl.load(seqs + t) * stride + position // PAGE_SIZE).to(tl.int64)
         if head < HQ + HKV:
-            out = _rotated(k + t * LDK + KC + (head - HQ) * D, table, t, D, DP, ROT)
+            out = _rotated(k + t * LDK + KC + (head - HQ) * D, table, t, D, DP, ROT, INTERLEAVED)
             _write_kv(out, keys, key_scales, (page * HKV + head - HQ) * PAGE_SIZE + position % PAGE_SIZE, D, DP)
         else:
             out = tl.load(v + t * LDV + VC + (head - HQ - HKV) * D + d, mask=d < D, other=0)

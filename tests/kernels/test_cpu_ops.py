@@ -23,8 +23,10 @@ EXPORT void table(Par p, int t, const int32_t* positions, const float* f, float 
   rope_table<20>(p, t, positions, f, s, out); }}
 EXPORT void table_64(Par p, int t, const int32_t* positions, const float* f, float s, Mat out) {{
   rope_table<64>(p, t, positions, f, s, out); }}
-EXPORT void rotate(Par p, int t, Mat x, Mat table, Mat out) {{ rope<3, 32, 20>(p, t, x, table, out); }}
-EXPORT void rotate_64(Par p, int t, Mat x, Mat table, Mat out) {{ rope<2, 64, 64>(p, t, x, table, out); }}
+EXPORT void rotate(Par p, int t, Mat x, Mat table, Mat out) {{ rope<3, 32, 20, false>(p, t, x, table, out); }}
+EXPORT void rotate_64(Par p, int t, Mat x, Mat table, Mat out) {{ rope<2, 64, 64, false>(p, t, x, table, out); }}
+EXPORT void rotate_pairs(Par p, int t, Mat x, Mat table, Mat out) {{ rope<3, 32, 20, true>(p, t, x, table, out); }}
+EXPORT void rotate_pairs_64(Par p, int t, Mat x, Mat table, Mat out) {{ rope<2, 64, 64, true>(p, t, x, table, out); }}
 EXPORT void k_add(Par p, int t, Mat a, Mat b, Mat out) {{ add<{C}>(p, t, a, b, out); }}
 EXPORT void k_mul(Par p, int t, Mat a, Mat b, Mat out) {{ mul<{C}>(p, t, a, b, out); }}
 EXPORT void k_bias(Par p, int t, Mat a, const float* b, Mat out) {{ add_bias<{C}>(p, t, a, b, out); }}
@@ -96,9 +98,10 @@ def test_norms_and_rope_in_place(unit):
         unit.run(name, 4, x, *args, as_mat(x))
         assert np.array_equal(x, want)
     table, x = rows(4, 20, 5), rows(4, 96, 6)
-    want = call(unit, "rotate", 4, 96, x, table)
-    unit.run("rotate", 4, x, table, x)
-    assert np.array_equal(x, want)
+    for name in ("rotate", "rotate_pairs"):
+        want = call(unit, name, 4, 96, x, table)
+        unit.run(name, 4, x, table, x)
+        assert np.array_equal(x, want)
 
 
 @pytest.mark.parametrize(("name", "rot"), [("table", 20), ("table_64", 64)])
@@ -121,6 +124,17 @@ def test_rope_rotates_halves(unit, name, h, d, rot):
     want = np.concatenate([a * cos - b * sin, b * cos + a * sin, heads[..., rot:]], axis=-1)
     assert np.abs(got - want).max() <= 1e-6
     assert np.array_equal(got[..., rot:], x.reshape(5, h, d)[..., rot:])
+
+
+@pytest.mark.parametrize(("name", "h", "d", "rot"), [("rotate_pairs", 3, 32, 20), ("rotate_pairs_64", 2, 64, 64)])
+def test_interleaved_rope_rotates_neighbours(unit, name, h, d, rot):
+    """As the half-split form does, of the even elements and then the odd ones: to the bit."""
+    x, table = rows(5, h * d, 7), rows(5, rot, 8)
+    got = call(unit, name, 5, h * d, x, table).reshape(5, h, d)
+    order = [*range(0, rot, 2), *range(1, rot, 2), *range(rot, d)]
+    halves = np.ascontiguousarray(x.reshape(5, h, d)[..., order]).reshape(5, h * d)
+    want = call(unit, name.replace("_pairs", ""), 5, h * d, halves, table).reshape(5, h, d)
+    assert np.array_equal(got[..., order], want)
 
 
 def test_elementwise(unit):

@@ -87,7 +87,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "rms_norm_add": (_rand(T, 16), _rand(T, 16, seed=2), _rand(16, seed=1), 1e-5),
     "layer_norm": (_rand(T, 16), _rand(16), _rand(16, seed=1), 1e-5),
     "rope_table": (POSITIONS, _rand(4).abs(), 1.5),
-    "rope": (_rand(T, HQ, D), _rand(T, 6)),
+    "rope": (_rand(T, HQ, D), _rand(T, 6), False),
     "attention": (*_ATTENTION, None, 0.3, 0, 0.0, 0),
     "attention sinks": (*_ATTENTION, _rand(HQ), 0.3, 3, 5.0, 1),
     "act": (X, "tanh"),
@@ -281,7 +281,12 @@ def test_rope_rotates_pairs_as_complex_numbers(rot: int) -> None:
     table = OPS["rope_table"](POSITIONS, inv_freq, 1.25)
     turned = torch.complex(x[..., : rot // 2].double(), x[..., rot // 2 : rot].double())
     turned = turned * 1.25 * torch.exp(1j * POSITIONS[:, None, None].double() * inv_freq.double())
-    _close(OPS["rope"](x, table), torch.cat([turned.real.float(), turned.imag.float(), x[..., rot:]], -1))
+    halves = torch.cat([turned.real.float(), turned.imag.float(), x[..., rot:]], -1)
+    _close(OPS["rope"](x, table, False), halves)
+    order = [*range(0, rot, 2), *range(1, rot, 2), *range(rot, D)]
+    neighbours = torch.empty_like(x)
+    neighbours[..., order] = x
+    _close(OPS["rope"](neighbours, table, True)[..., order], halves)
 
 
 def test_elementwise_and_rows() -> None:

@@ -44,18 +44,29 @@ def test_table(rot):
     )
 
 
-@pytest.mark.parametrize(("d", "rot"), [(16, 16), (64, 16), (80, 32), (80, 80), (24, 0)])
-def test_rope(d, rot):
+@pytest.mark.parametrize(
+    ("d", "rot", "interleaved"),
+    [
+        (16, 16, False),
+        (64, 16, False),
+        (80, 32, False),
+        (80, 80, False),
+        (24, 0, False),
+        (16, 16, True),
+        (80, 32, True),
+    ],
+)
+def test_rope(d, rot, interleaved):
     """Whole and partial rotation, heads whose width is no power of two, in the middle of wider rows."""
     t, heads = 3, 2
     x, table = random(t, 200), random(t, max(rot, 1), seed=1)
     y = Output((t + 1, heads * d), F32)
     launch(
         rope.rope, (t + 1, heads), x=x, table=table if rot else None, y=y, meta=meta(tokens=t), D=d,
-        DP=pow2(d, 16), ROT=rot, XC=11, LDX=200, LDY=heads * d,
+        DP=pow2(d, 16), ROT=rot, INTERLEAVED=interleaved, XC=11, LDX=200, LDY=heads * d,
     )  # fmt: skip
     part = x[:, 11 : 11 + heads * d].reshape(t, heads, d)
-    want = (OPS["rope"](part, table) if rot else part).reshape(t, heads * d)
+    want = (OPS["rope"](part, table, interleaved) if rot else part).reshape(t, heads * d)
     torch.testing.assert_close(y.checked(t), want, rtol=0, atol=1e-6 * SLACK)
 
 
@@ -65,14 +76,14 @@ class Written:
     POSITIONS = ((14, 15, 16, 17), (0,), (47, 48))
     TABLES = ((7, 2, 5), (3, 0, 0), (1, 9, 4, 8))
 
-    def __init__(self, hq, hkv, d, rot, kv, half, separate=False):
+    def __init__(self, hq, hkv, d, rot, kv, half, separate=False, interleaved=False):
         self.positions = int32([p for s in self.POSITIONS for p in s])
         self.seqs = int32([i for i, s in enumerate(self.POSITIONS) for _ in s])
         self.t, self.hq, self.hkv, self.d = len(self.positions), hq, hkv, d
         width = (hq + 2 * hkv) * d
         self.x, self.table = random(self.t, width, seed=3), random(self.t, max(rot, 1), seed=4)
         parts = self.x.view(self.t, -1, d).split([hq, hkv, hkv], 1)
-        self.parts = parts if rot == 0 else (*(OPS["rope"](p, self.table) for p in parts[:2]), parts[2])
+        self.parts = parts if rot == 0 else (*(OPS["rope"](p, self.table, interleaved) for p in parts[:2]), parts[2])
         self.q = Output((self.t + 1, hq * d), half)
         self.pools = [Output((10, hkv, PAGE, d), kv) for _ in range(2)]
         self.scales = [Output((10, hkv, PAGE), F32) if kv == torch.int8 else None for _ in range(2)]
@@ -90,7 +101,7 @@ class Written:
             table=self.table if rot else None, q_out=self.q, keys=self.pools[0], values=self.pools[1],
             key_scales=self.scales[0], value_scales=self.scales[1], positions=self.positions, seqs=self.seqs,
             tables=tables, meta=meta(tokens=self.t, seqs=3, stride=4), HQ=hq, HKV=hkv, D=d, DP=pow2(d, 16), ROT=rot,
-            **where,
+            INTERLEAVED=interleaved, **where,
         )  # fmt: skip
 
     def slots(self):
@@ -115,9 +126,12 @@ class Written:
         return parts
 
 
-@pytest.mark.parametrize(("hq", "hkv", "d", "rot"), [(6, 2, 16, 16), (2, 2, 80, 32), (3, 1, 64, 0)])
-def test_write(hq, hkv, d, rot):
-    case = Written(hq, hkv, d, rot, F32, F32, separate=d == 80)
+@pytest.mark.parametrize(
+    ("hq", "hkv", "d", "rot", "interleaved"),
+    [(6, 2, 16, 16, False), (2, 2, 80, 32, False), (3, 1, 64, 0, False), (2, 2, 80, 32, True)],
+)
+def test_write(hq, hkv, d, rot, interleaved):
+    case = Written(hq, hkv, d, rot, F32, F32, separate=d == 80, interleaved=interleaved)
     want_q, *want = case.parts
     torch.testing.assert_close(case.q.checked(case.t), want_q.reshape(case.t, -1), rtol=0, atol=1e-6 * SLACK)
     for which in range(2):
@@ -153,8 +167,8 @@ def test_not_finite_values_stay_visible_in_int8():
             rope.rope_kv_write, (1, 2), q=values, q_out=Output((1, 16), F32), k=values, v=values, keys=pool,
             values=other, key_scales=scales, value_scales=other_scales, positions=int32([2]), seqs=int32([0]),
             tables=int32([[0]]),
-            meta=meta(tokens=1, seqs=1, stride=1), HQ=0, HKV=1, D=16, DP=16, ROT=0, QC=0, KC=0, VC=16, LDQ=32,
-            LDK=32, LDV=32,
+            meta=meta(tokens=1, seqs=1, stride=1), HQ=0, HKV=1, D=16, DP=16, ROT=0, INTERLEAVED=False, QC=0, KC=0,
+            VC=16, LDQ=32, LDK=32, LDV=32,
         )  # fmt: skip
         assert scales.data[0, 0, 2].isnan()
         assert other_scales.data[0, 0, 2].isfinite()
