@@ -171,7 +171,6 @@ _OP_MEANINGS = {
     "topk": "a choice among values (a router)",
     "cumsum": "a running sum over the tokens",
     "softplus": "the activation softplus",
-    "square": "squares of activations",
     "floor": "a scale that depends on the position in steps",
     "clamp": "activations that are clamped",
     "view_as_complex": "a rotary embedding in complex numbers",

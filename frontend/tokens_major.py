@@ -32,7 +32,7 @@ _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, at
 _POINTWISE = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar,
               aten.rsqrt.default, aten.neg.default, aten.cos.default, aten.sin.default, aten.tanh.default,
               aten.silu.default, aten.gelu.default, aten.relu.default, aten.sigmoid.default,
-              aten.exp.default, aten.sqrt.default}  # fmt: skip
+              aten.exp.default, aten.sqrt.default, aten.square.default}  # fmt: skip
 _BIG = 1 << 60
 
 
@@ -313,6 +313,8 @@ class _Importer:
         args = [self.operand(a, rank) for a in node.args]
         if node.target is aten.mul.Tensor and args[1] == 1.0:
             return args[0]
+        if node.target is aten.square.default:
+            return self.graph.call_function(aten.pow.Tensor_Scalar, (*args, 2))
         if node.target is aten.add.Tensor and node.kwargs.get("alpha", 1) != 1:
             self.refuse(node, "an addition with alpha")
         kwargs = {k: v for k, v in node.kwargs.items() if k != "alpha"}

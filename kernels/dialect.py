@@ -30,6 +30,7 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),  # So et al. 2021
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
 }

@@ -1,6 +1,6 @@
 """Activations and products.
 
-silu, gelu (erf and tanh forms, also spelled out as in GPT-2), relu, tanh  ->  llmc.act(x, kind)
+silu, gelu (erf and tanh forms, also spelled out as in GPT-2), relu, relu squared  ->  llmc.act(x, kind)
 act(gate) * up                                                             ->  llmc.gated_act(gate, up, kind)
 sigmoid(g) * x, g [T, 1]                                                   ->  llmc.row_gate(x, g, sigmoid)
 """
@@ -28,6 +28,10 @@ def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     for node in calls(graph, aten.silu.default, aten.relu.default, aten.gelu.default):
         replace_with(node, Act(node.args[0], _kind(node)))
         count += 1
+    for node in calls(graph, aten.pow.Tensor_Scalar):
+        relu = Act.match(node.args[0])
+        if relu is not None and relu.kind == "relu" and node.args[1] == 2 and only_user(node.args[0]) is node:
+            replace_with(node, Act(relu.x, "relu2"))  # one activation, counted above
     for node in calls(graph, aten.mul.Tensor):
         for gate, up in commuted(node):
             act = Act.match(gate)

@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": _MHA,
     "cohere": {k: v for k, v in _DIMS.items() if k != "head_dim"},
     "glm": _DIMS | {"pad_token_id": 0},
+    "nemotron": _DIMS,
 }  # fmt: skip
 """model_type -> configuration. Odd sizes on purpose: a vocabulary of 211, windows shorter than the prompts."""
 _EXPERTS = _DIMS | {

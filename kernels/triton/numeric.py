@@ -29,6 +29,9 @@ def activate(x, ACT: tl.constexpr):
         x = 0.5 * x * (1.0 + tanh((x + x * x * x * _GELU_CUBIC) * _SQRT_2_OVER_PI))
     elif ACT == "relu":
         x = tl.where(x < 0, 0.0, x)  # keeps NaN, unlike a maximum
+    elif ACT == "relu2":
+        x = tl.where(x < 0, 0.0, x)
+        x = x * x
     elif ACT == "tanh":
         x = tanh(x)
     else:

@@ -251,8 +251,8 @@ def _activation(name: str, x: torch.Tensor) -> torch.Tensor:
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
     return {
         "none": x, "silu": x / (1 + torch.exp(-x)), "gelu": x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
-        "gelu_tanh": 0.5 * x * (1 + torch.tanh(inner)), "relu": x.clamp_min(0), "tanh": torch.tanh(x),
-        "sigmoid": 1 / (1 + torch.exp(-x)),
+        "gelu_tanh": 0.5 * x * (1 + torch.tanh(inner)), "relu": x.clamp_min(0),
+        "relu2": x.clamp_min(0) ** 2, "tanh": torch.tanh(x), "sigmoid": 1 / (1 + torch.exp(-x)),
     }[name].float()  # fmt: skip
 
 

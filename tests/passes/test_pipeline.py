@@ -22,7 +22,7 @@ EXPECTED = {  # family: (norms, rope, activations, merged linears, epilogues)
     "llama": (5, 4, 4, 4, 4), "qwen2": (5, 4, 4, 4, 4), "qwen3": (9, 4, 4, 4, 4), "mistral": (5, 4, 4, 4, 4),
     "phi3": (5, 4, 4, 2, 4), "gemma2": (9, 4, 4, 4, 4), "gemma3_text": (13, 4, 4, 4, 4), "gpt2": (5, 0, 2, 0, 6),
     "opt": (5, 0, 2, 2, 6), "olmo2": (9, 4, 4, 4, 4), "gpt_neox": (5, 4, 2, 0, 4),
-    "cohere": (3, 4, 4, 4, 4), "glm": (5, 4, 4, 4, 4),
+    "cohere": (3, 4, 4, 4, 4), "glm": (5, 4, 4, 4, 4), "nemotron": (5, 4, 2, 2, 6),
 }  # fmt: skip
 
 

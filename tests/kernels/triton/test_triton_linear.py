@@ -121,7 +121,7 @@ def test_gated(fmt):
     close(got.values(), dialect(fmt, values, parts, bias, residual, "silu"), 1e-6)
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "relu", "tanh"])
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "tanh"])
 def test_activations(act):
     parts, x, bias, _ = inputs(5, 32, 64, seed=2)
     x = x * torch.tensor([[1e-3], [0.03], [0.3], [1], [100]])  # from the linear part to saturation
