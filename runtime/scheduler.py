@@ -5,23 +5,25 @@ threads.
 
 Invariants, checked by `check_integrity`:
  1. A step has at most `max_num_batched_tokens` tokens and at most `max_num_seqs` sequences.
- 2. `running` and `waiting` are each in order of arrival, and every running sequence is older than every
-    waiting one: sequences are admitted from the head of the queue only, and the newest running one is the one
-    preempted, back to the head. So service is first come, first served, and none starves.
+ 2. `running` and `waiting` are each in the order of service, that of a key which the policy gives a sequence when it
+    is added. Sequences are admitted in that order only, and the last running one is the one preempted. So a waiting
+    sequence that comes before a running one was added after it. The key of `order_of_arrival` makes that first come,
+    first served: every running sequence is older than every waiting one, and none starves.
  3. A waiting sequence owns no pages. A running one owns exactly the pages of its computed positions (within a
     step: of the positions computed when it ends).
- 4. While there is work, a step is never empty: the oldest sequence always advances. It can be refused pages
+ 4. While there is work, a step is never empty: the first sequence always advances. It can be refused pages
     only when it is alone, and alone every accepted sequence fits the pool.
 
-Order within a step: sequences with one token left to compute (decodes) first, then prefills in chunks, oldest
-first, then admissions. A preempted sequence keeps its tokens; they are computed again as if they were a
+Order within a step: sequences with one token left to compute (decodes) first, then prefills in chunks, both in the
+order of service, then admissions. A preempted sequence keeps its tokens; they are computed again as if they were a
 prompt, and only the next one is sampled: a token is never sampled twice.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,6 +47,19 @@ class Chunk:
     drafts: tuple[int, ...] = ()
 
 
+ServiceKey = tuple[int, ...]
+"""Sequences are served by rising key."""
+
+
+def order_of_arrival(sequence: Sequence) -> ServiceKey:
+    """The key of first come, first served."""
+    return (sequence.seq_id,)
+
+
+def _key(sequence: Sequence) -> ServiceKey:
+    return sequence.service_key
+
+
 class _Step:
     """A step while it is put together."""
 
@@ -66,9 +81,12 @@ class _Step:
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recompute. Used by one thread."""
 
-    def __init__(self, allocator: BlockAllocator, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, allocator: BlockAllocator, *, max_num_seqs: int, max_num_batched_tokens: int,
+        policy: Callable[[Sequence], ServiceKey] = order_of_arrival,
+    ) -> None:  # fmt: skip
         """max_num_seqs must not exceed max_num_batched_tokens, so that all decodes fit one step (else
-        ValueError).
+        ValueError). policy: the key of a sequence, another for each, asked for when it is added.
         """
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ValueError(f"need 1 <= max_num_seqs ({max_num_seqs}) <= tokens per step ({max_num_batched_tokens})")
@@ -76,7 +94,8 @@ class Scheduler:
         self.max_num_seqs: Final = max_num_seqs
         self.max_num_batched_tokens: Final = max_num_batched_tokens
         self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
+        self._policy: Final = policy
         self.num_preemptions = 0
         self._next_id = 0
 
@@ -103,7 +122,8 @@ class Scheduler:
             )
         sequence = Sequence(self._next_id, request, index, seed, max_tokens, stop_ids)
         self._next_id += 1
-        self.waiting.append(sequence)
+        sequence.service_key = self._policy(sequence)
+        insort(self.waiting, sequence, key=_key)
         return sequence
 
     def schedule(self) -> list[Chunk]:
@@ -118,7 +138,7 @@ class Scheduler:
         prefills = [s for s in self.running if s.remaining > 1]
         for sequence in decodes + prefills:
             if not sequence.running:
-                continue  # preempted a moment ago by an older one
+                continue  # preempted a moment ago by one before it
             if step.budget == 0:
                 break
             count = min(sequence.remaining, step.budget)
@@ -164,9 +184,9 @@ class Scheduler:
             del sequence.pages[kept:]
 
     def _grow(self, sequence: Sequence, num_tokens: int, step: _Step) -> bool:
-        """Gives a running sequence pages for `num_tokens` positions, preempting from the newest.
+        """Gives a running sequence pages for `num_tokens` positions, preempting from the last.
 
-        False when the sequence itself was the newest and had to go.
+        False when the sequence itself was the last and had to go.
         """
         need = self.allocator.pages_for(num_tokens) - len(sequence.pages)
         while need > self.allocator.num_free:
@@ -182,7 +202,7 @@ class Scheduler:
         self.running.remove(victim)
         self._release(victim)
         victim.num_computed = 0
-        self.waiting.appendleft(victim)
+        insort(self.waiting, victim, key=_key)
         self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
@@ -205,8 +225,8 @@ class Scheduler:
             need = allocator.pages_for(len(sequence.tokens))
             if need > allocator.num_free - promised:
                 break
-            self.waiting.popleft()
-            self.running.append(sequence)
+            del self.waiting[0]
+            insort(self.running, sequence, key=_key)
             sequence.running = True
             count = min(sequence.remaining, step.budget)
             sequence.pages.extend(allocator.allocate(sequence.seq_id, allocator.pages_for(count)))
@@ -216,9 +236,14 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant does not hold. To be called between steps."""
         self.allocator.check_integrity({s.seq_id: s.pages for s in self.running})
-        ids = [s.seq_id for s in self.running] + [s.seq_id for s in self.waiting]
-        if ids != sorted(set(ids)):
-            raise AssertionError(f"sequences are out of order of arrival: {ids}")
+        for queue in (self.running, self.waiting):
+            keys = [s.service_key for s in queue]
+            if keys != sorted(set(keys)):
+                raise AssertionError(f"sequences are out of the order of service: {keys}")
+        for w in self.waiting:
+            for r in self.running:
+                if w.service_key < r.service_key and w.seq_id < r.seq_id:
+                    raise AssertionError(f"sequence {r.seq_id} runs, although {w.seq_id} waits and comes before it")
         if len(self.running) > self.max_num_seqs:
             raise AssertionError(f"{len(self.running)} sequences run, {self.max_num_seqs} may")
         for s in self.running:

@@ -96,6 +96,8 @@ class Sequence:
         self.num_computed = 0
         self.pages = array("i")
         self.running = False
+        self.service_key: tuple[int, ...] = (seq_id,)
+        """Its place in the order of service."""
 
     @property
     def num_output(self) -> int:

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from runtime_fakes import FakeExecutor, solo_tokens
 
 from llmc.runtime.batching import accepted_tokens, build_batch
 from llmc.runtime.kv import BlockAllocator
 from llmc.runtime.request import Request, RequestError, SamplingParams
-from llmc.runtime.scheduler import Chunk, Scheduler
+from llmc.runtime.scheduler import Chunk, Scheduler, order_of_arrival
 from llmc.runtime.sequence import Sequence
+
+Policy = Callable[[Sequence], tuple[int, ...]]
+
+
+def shortest_first(sequence: Sequence) -> tuple[int, ...]:
+    """A policy that lets sequences overtake each other."""
+    return (sequence.num_prompt + sequence.max_tokens, sequence.seq_id)
 
 
 class Harness:
     """A scheduler, a fake executor and the loop between them."""
 
-    def __init__(self, num_pages: int = 8, max_num_seqs: int = 4, max_num_batched_tokens: int = 7) -> None:
+    def __init__(
+        self, num_pages: int = 8, max_num_seqs: int = 4, max_num_batched_tokens: int = 7,
+        policy: Policy = order_of_arrival,
+    ) -> None:  # fmt: skip
         self.executor = FakeExecutor(num_pages, max_num_tokens=64, max_num_rows=64)
         self.scheduler = Scheduler(
             BlockAllocator(num_pages, 16),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            policy=policy,
         )
         self.live: list[Sequence] = []
         self.finished: list[Sequence] = []
@@ -115,6 +127,21 @@ def test_a_sequence_that_fits_only_alone_runs_and_a_larger_one_is_refused() -> N
         h.add(prompt(40, 1), 26)
 
 
+def test_the_policy_s_key_is_the_order_of_service() -> None:
+    """The shortest overtakes all that wait and, where there is no room, sends the last of those that run back."""
+    h = Harness(num_pages=8, max_num_seqs=3, max_num_batched_tokens=64, policy=shortest_first)
+    long, middle = h.add(prompt(60, 1), 20), h.add(prompt(40, 2), 9)
+    h.step()
+    assert h.scheduler.running == [middle, long]
+    also_long, short = h.add(prompt(60, 3), 19), h.add(prompt(15, 4), 3)
+    assert h.scheduler.waiting == [short, also_long]
+    chunks = h.step()
+    assert [c.sequence for c in chunks] == [middle, long, short] and h.scheduler.running == [short, middle, long]
+    h.run()
+    assert h.finished == [short, middle, also_long, long] and h.scheduler.num_preemptions > 0
+    h.check_tokens()
+
+
 def test_a_step_that_failed_leaves_no_page() -> None:
     h = Harness()
     h.add(prompt(20, 1), 3)
@@ -168,11 +195,13 @@ def test_more_sequences_than_tokens_is_refused() -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Arrivals, aborts and steps over a pool so small that preemption is common."""
+    """Arrivals, aborts and steps over a pool so small that preemption is common, in either order of service."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.h = Harness(num_pages=6, max_num_seqs=4, max_num_batched_tokens=7)
+    h: Harness
+
+    @initialize(policy=st.sampled_from([order_of_arrival, shortest_first]))
+    def begin(self, policy: Policy) -> None:
+        self.h = Harness(num_pages=6, max_num_seqs=4, max_num_batched_tokens=7, policy=policy)
         self.added = 0
 
     @precondition(lambda self: len(self.h.live) < 8)
