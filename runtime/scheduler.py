@@ -9,8 +9,8 @@ Invariants, checked by `check_integrity`:
     is added. Sequences are admitted in that order only, and the last running one is the one preempted. So a waiting
     sequence that comes before a running one was added after it. The key of `order_of_arrival` makes that first come,
     first served: every running sequence is older than every waiting one, and none starves.
- 3. A waiting sequence owns no pages. A running one owns exactly the pages of its computed positions (within a
-    step: of the positions computed when it ends).
+ 3. A waiting sequence holds no pages. A running one holds exactly the pages of its computed positions (within a
+    step: of the positions computed when it ends). Of those, the full ones are sealed with a hash of their content.
  4. While there is work, a step is never empty: the first sequence always advances. It can be refused pages
     only when it is alone, and alone every accepted sequence fits the pool.
 
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from llmc.runtime.kv import BlockAllocator
+from llmc.runtime.kv import BlockAllocator, page_hash
 from llmc.runtime.request import Request, RequestError
 from llmc.runtime.sequence import Sequence
 
@@ -166,6 +166,7 @@ class Scheduler:
                 self._trim(sequence)
             for token in got:
                 sequence.append(token)
+            self._seal(sequence)
         return [chunk.sequence for chunk, got in zip(chunks, tokens, strict=True) if got]
 
     def finish(self, sequence: Sequence) -> None:
@@ -175,6 +176,15 @@ class Scheduler:
             self._release(sequence)
         else:
             self.waiting.remove(sequence)
+
+    def _seal(self, sequence: Sequence) -> None:
+        """Says what is in the pages that have become full."""
+        size = self.allocator.page_size
+        for index in range(len(sequence.page_hashes), sequence.num_computed // size):
+            before = sequence.page_hashes[-1] if index else b""
+            content = page_hash(before, sequence.tokens[index * size : (index + 1) * size])
+            sequence.page_hashes.append(content)
+            self.allocator.seal(sequence.pages[index], content)
 
     def _trim(self, sequence: Sequence) -> None:
         """Gives back the pages behind the computed positions: those of drafts that were refused."""
@@ -208,6 +218,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.allocator.free(sequence.seq_id, sequence.pages)
         sequence.pages = array("i")
+        sequence.page_hashes.clear()
         sequence.running = False
 
     def _admit(self, step: _Step) -> None:
@@ -251,6 +262,16 @@ class Scheduler:
                 raise AssertionError(f"sequence {s.seq_id} runs with {s.remaining} tokens to compute")
             if len(s.pages) != self.allocator.pages_for(s.num_computed):
                 raise AssertionError(f"sequence {s.seq_id}: {len(s.pages)} pages, {s.num_computed} computed positions")
+            self._check_contents(s)
         for s in self.waiting:
-            if s.running or s.pages or s.num_computed:
+            if s.running or s.pages or s.page_hashes or s.num_computed:
                 raise AssertionError(f"sequence {s.seq_id} waits but holds pages")
+
+    def _check_contents(self, s: Sequence) -> None:
+        """Every full page says what its sequence has there, no other says anything."""
+        size, content = self.allocator.page_size, b""
+        for index, page in enumerate(s.pages):
+            full = (index + 1) * size <= s.num_computed
+            content = page_hash(content, s.tokens[index * size : (index + 1) * size]) if full else b""
+            if (self.allocator.content(page) or b"") != content:
+                raise AssertionError(f"sequence {s.seq_id}: page {page} does not say what is in it")

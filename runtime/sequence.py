@@ -95,6 +95,8 @@ class Sequence:
         self.num_prompt = len(request.prompt)
         self.num_computed = 0
         self.pages = array("i")
+        self.page_hashes: list[bytes] = []
+        """What the full ones of its pages hold."""
         self.running = False
         self.service_key: tuple[int, ...] = (seq_id,)
         """Its place in the order of service."""

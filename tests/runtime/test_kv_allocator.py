@@ -1,13 +1,15 @@
-"""The page allocator: a partition of the pool, always."""
+"""The page allocator: every page is free or held by those that its books name, always."""
 
 from __future__ import annotations
+
+from array import array
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from llmc.runtime.kv import BlockAllocator, PoolExhausted
+from llmc.runtime.kv import BlockAllocator, PoolExhausted, page_hash
 
 
 def test_pages_for_rounds_up() -> None:
@@ -40,7 +42,7 @@ def test_a_page_is_freed_by_its_owner_only_and_once() -> None:
     [
         ({}, "leaked"),
         ({1: [3, 3]}, "owned by 1 and by 1"),
-        ({1: [3], 2: [3]}, "by 1 and by 2"),
+        ({1: [3], 2: [3]}, "recorded for 1, held by 2"),
         ({1: [2]}, "None"),
     ],
 )
@@ -52,11 +54,54 @@ def test_integrity_check_can_fail(tables: dict[int, list[int]], message: str) ->
         allocator.check_integrity(tables)
 
 
+def test_a_shared_page_stays_until_its_last_holder_gives_it_back() -> None:
+    allocator = BlockAllocator(4, 16)
+    first, second = allocator.allocate(1, 2)
+    allocator.share(2, [first])
+    assert allocator.references(first) == 2 and allocator.references(second) == 1 and allocator.num_used == 2
+    allocator.seal(first, b"x")
+    allocator.free(1, [first, second])
+    assert allocator.references(first) == 1 and allocator.num_used == 1 and allocator.content(first) == b"x"
+    with pytest.raises(AssertionError, match="leaked"):
+        allocator.check_integrity({})
+    allocator.check_integrity({2: [first]})
+    allocator.free(2, [first])
+    assert allocator.num_free == 4 and allocator.content(first) is None
+    allocator.check_integrity({})
+
+
+def test_what_cannot_be_shared_or_sealed() -> None:
+    allocator = BlockAllocator(4, 16)
+    (page,) = allocator.allocate(1, 1)
+    allocator.seal(page, b"x")
+    allocator.seal(page, b"x")
+    for action, words in (
+        (lambda: allocator.share(1, [page]), "belongs to 1, it cannot be shared with 1"),
+        (lambda: allocator.share(2, [(page + 1) % 4]), "belongs to None, it cannot be shared with 2"),
+        (lambda: allocator.seal(page, b"y"), "belongs to 1, cannot be sealed"),
+        (lambda: allocator.seal((page + 1) % 4, b"y"), "belongs to None, cannot be sealed"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            action()
+    allocator.share(2, [page])
+    with pytest.raises(AssertionError, match="recorded for more than hold them"):
+        allocator.check_integrity({1: [page]})
+
+
+def test_a_hash_says_the_tokens_their_order_and_all_before_them() -> None:
+    pages = [array("i", range(n, n + 16)) for n in (0, 0, 16)]
+    first, second = page_hash(b"", pages[0]), page_hash(page_hash(b"", pages[0]), pages[2])
+    others = [page_hash(b"", pages[2]), page_hash(b"salt", pages[0]), page_hash(first, pages[1]),
+              page_hash(b"", array("i", reversed(pages[0])))]  # fmt: skip
+    assert first == page_hash(b"", pages[1]) and len({first, second, *others}) == 6 and len(first) == 32
+
+
 class AllocatorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.allocator = BlockAllocator(12, 16)
         self.tables: dict[int, list[int]] = {}
+        self.contents: dict[int, bytes] = {}
 
     @rule(owner=st.integers(0, 4), count=st.integers(0, 6))
     def allocate(self, owner: int, count: int) -> None:
@@ -74,10 +119,27 @@ class AllocatorMachine(RuleBasedStateMachine):
         gone, self.tables[owner] = table[:count], table[count:]
         self.allocator.free(owner, gone)
 
+    @rule(owner=st.integers(0, 4), other=st.integers(0, 4), count=st.integers(0, 6))
+    def share(self, owner: int, other: int, count: int) -> None:
+        mine = self.tables.setdefault(other, [])
+        pages = [page for page in self.tables.get(owner, []) if page not in mine][:count]
+        self.allocator.share(other, pages)
+        mine.extend(pages)
+
+    @rule(owner=st.integers(0, 4))
+    def seal(self, owner: int) -> None:
+        for page in self.tables.get(owner, []):
+            self.contents.setdefault(page, bytes([page]))
+            self.allocator.seal(page, self.contents[page])
+
     @invariant()
-    def partition(self) -> None:
+    def books(self) -> None:
         self.allocator.check_integrity(self.tables)
-        assert self.allocator.usage == sum(map(len, self.tables.values())) / 12
+        held = [page for pages in self.tables.values() for page in pages]
+        self.contents = {page: content for page, content in self.contents.items() if page in held}
+        assert self.allocator.usage == len(set(held)) / 12
+        assert [self.allocator.references(page) for page in range(12)] == [held.count(page) for page in range(12)]
+        assert {p: self.allocator.content(p) for p in range(12)} == {p: self.contents.get(p) for p in range(12)}
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
