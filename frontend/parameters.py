@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmc.errors import UserError
+from llmc.frontend.architecture import refusal
 from llmc.frontend.checkpoint import Checkpoint, TensorInfo
 from llmc.frontend.merged import Merged, add_part, merged_recipes
 from llmc.frontend.text_part import left_out, text_tensors
@@ -89,12 +90,9 @@ def _by_name(
             found[target] = names[name]
         else:
             extra.append(names[name])
-    _refuse(
-        ckpt.source_label,
-        "holds",
-        unknown,
-        "this layout must be merged or split on loading, which is not supported",
-    )
+    if unknown:
+        shown = ", ".join(unknown[:_SHOWN]) + (", …" if len(unknown) > _SHOWN else "")
+        raise refusal(type(model).__name__, [f"tensors that must be merged or split on loading ({shown})"])
     for twice in merged.keys() & found.keys():
         extra += merged.pop(twice).names
     return found, merged, extra

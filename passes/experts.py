@@ -74,8 +74,8 @@ def _mixture(weights: WeightNodes, node: fx.Node) -> Moe:
 
 def _refuse(node: fx.Node, reason: str, last: Any, stop: Any) -> NoReturn:
     raise UserError(
-        f"experts at {node.meta.get('path', '?')}: {reason}: {', '.join(_ops(last, stop))}; "
-        "this architecture is not supported yet"
+        f"llmc cannot build this architecture: it has a mixture of experts of its own kind: experts at "
+        f"{node.meta.get('path', '?')}: {reason}: {', '.join(_ops(last, stop))}"
     )
 
 

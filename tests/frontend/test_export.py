@@ -102,8 +102,8 @@ def _reason(model_type: str, **settings: Any) -> str:
 
 def test_mechanisms_are_named_from_modules_and_configuration() -> None:
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    mixture = _reason("mixtral", **small, num_local_experts=6, num_key_value_heads=2)
-    assert mixture.endswith("MixtralForCausalLM has a mixture of experts (6 experts, model.layers.0.mlp)")
+    mixture = _reason("jetmoe", **small, num_local_experts=6, num_key_value_heads=2, kv_channels=16)
+    assert "has a mixture of experts of its own kind (6 experts, model.layers.0" in mixture
     assert "state-space or linear-attention layers (backbone.layers.0.mixer)" in _reason(
         "mamba", hidden_size=32, num_hidden_layers=1
     )

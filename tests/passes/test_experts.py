@@ -92,7 +92,7 @@ def test_an_unknown_router_is_refused_with_its_ops() -> None:
     with pytest.raises(
         UserError,
         match=r"experts at model\.layers\.0\.mlp\.experts: its router is not known: aten\.exp, aten\.argsort\.stable, "
-        r"aten\.slice\.Tensor, aten\.gather, aten\.sum\.dim_IntList, aten\.div\.Tensor; this architecture",
+        r"aten\.slice\.Tensor, aten\.gather, aten\.sum\.dim_IntList, aten\.div\.Tensor$",
     ):
         experts.run(graph, PassContext())
 
