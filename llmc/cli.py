@@ -225,6 +225,14 @@ def _api_key(ctx: click.Context, param: click.Parameter, value: str | None) -> s
 @click.option("--port", type=int, default=8000, show_default=True)
 @_engine_options
 @click.option("--max-num-seqs", type=int, help="Sequences in one step; default: CPU 64, GPU up to 256.")
+@click.option("--prefix-cache/--no-prefix-cache", default=True, help="Share and keep computed prefixes. Default: yes.")
+@click.option(
+    "--kv-eviction",
+    type=click.Choice(["lru", "lfu", "fifo"]),
+    default="lru",
+    show_default=True,
+    help="Which kept prefixes go first.",
+)
 @click.option("--max-queue", type=int, default=256, show_default=True, help="Waiting sequences before 429.")
 @click.option("--api-key", callback=_api_key, help="Required as bearer token on /v1; also $LLMC_API_KEY.")
 @click.option("--served-model-name", help="Name in /v1/models; default: the checkpoint's.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmc.errors import UserError
+from llmc.runtime.kept_pages import Eviction
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class LoadOptions:
     threads: int | None = None
     device: str = "auto"
     gpu_memory_utilization: float = 0.9
+    prefix_cache: bool = True
+    kv_eviction: Eviction = "lru"
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class EngineConfig:
 
     max_model_len: prompt and output tokens of a sequence. max_num_seqs: sequences in one step.
     max_num_batched_tokens: tokens in one step. max_queue: sequences that may wait beyond those that run.
+    prefix_cache: whether computed prefixes are shared and kept; kv_eviction: which of them go first (kept_pages.py).
     check_integrity: assert the scheduler's invariants after every step (for tests). Raises UserError on a
     number that makes no sense.
     """
@@ -36,6 +40,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_queue: int = 256
     eos_token_ids: frozenset[int] = frozenset()
+    prefix_cache: bool = True
+    kv_eviction: Eviction = "lru"
     check_integrity: bool = False
 
     def __post_init__(self) -> None:

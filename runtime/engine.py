@@ -74,7 +74,7 @@ class Engine:
         self._vocab_size = executor.vocab_size
         self._codec = codec
         self._eos = config.eos_token_ids
-        self._check = config.check_integrity
+        self._config = config
         # Each needs a row: all of them may be in the same step at their last token.
         self._max_num_seqs = min(config.max_num_seqs, tokens, executor.max_num_seqs, executor.max_num_rows)
         self._max_num_batched_tokens = tokens
@@ -184,14 +184,17 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             num_preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.num_prefix_queries,
+            prefix_hits=scheduler.num_prefix_hits,
             finished=dict(self._finished),
         )
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(
-            BlockAllocator(self._executor.num_pages, self._executor.page_size),
+            BlockAllocator(self._executor.num_pages, self._executor.page_size, self._config.kv_eviction),
             max_num_seqs=self._max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,
+            prefix_cache=self._config.prefix_cache,
         )
 
     def _submit(self, requests: Sequence[Request], sink: Sink) -> None:
@@ -234,9 +237,8 @@ class Engine:
             action()
         except Exception:
             log.exception("the engine failed; all its requests end with an error")
-            preemptions = self._scheduler.num_preemptions
-            self._scheduler = self._new_scheduler()
-            self._scheduler.num_preemptions = preemptions
+            before, self._scheduler = self._scheduler, self._new_scheduler()
+            self._scheduler.take_counts(before)
             for live in self._live.values():
                 live.tracks.clear()  # their sequences belong to the scheduler that is gone
             self._end_all("error", "internal error: the engine failed")
@@ -269,7 +271,7 @@ class Engine:
         else:
             self._scheduler.commit(chunks, tokens)
             self._answer(chunks, output, tokens)
-        if self._check:
+        if self._config.check_integrity:
             self._scheduler.check_integrity()
 
     def _answer(self, chunks: list[Chunk], output: StepOutput, tokens: list[list[int]]) -> None:
@@ -341,6 +343,7 @@ class Engine:
                 number,
                 () if logprob is None else (logprob,),
                 reason,
+                num_cached=min(sequence.num_cached or 0, sequence.num_prompt),
             ),
         )
 

@@ -35,6 +35,8 @@ def load_engine(plan: Plan, codec: TextCodec | None, options: LoadOptions) -> En
         max_num_batched_tokens=budget,
         max_queue=options.max_queue,
         eos_token_ids=eos,
+        prefix_cache=options.prefix_cache,
+        kv_eviction=options.kv_eviction,
     )
     executor: Executor
     if gpu is None:

@@ -143,13 +143,14 @@ class SamplingParams:
 @dataclass(frozen=True)
 class Request:
     """One prompt (token ids) and its sampling. `arrival` is time.monotonic(); `request_id` is unique in an
-    engine.
+    engine. `cache_salt`: computed prefixes are shared only with requests of the same salt.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     arrival: float = field(default_factory=time.monotonic)
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,8 @@ class RequestOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    num_cached: int = 0
+    """Tokens of the prompt that were found computed."""
 
     def merge(self, later: RequestOutput) -> RequestOutput:
         """This output and the next one of the same sequence as one."""
@@ -194,6 +197,7 @@ class RequestOutput:
             self.logprobs + later.logprobs,
             later.finish_reason,
             later.error,
+            later.num_cached,
         )
 
 

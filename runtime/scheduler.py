@@ -10,24 +10,29 @@ Invariants, checked by `check_integrity`:
     sequence that comes before a running one was added after it. The key of `order_of_arrival` makes that first come,
     first served: every running sequence is older than every waiting one, and none starves.
  3. A waiting sequence holds no pages. A running one holds exactly the pages of its computed positions (within a
-    step: of the positions computed when it ends). Of those, the full ones are sealed with a hash of their content.
+    step: of the positions computed when it ends). Of those, the full ones are sealed with a hash of their content,
+    unless the prefix cache is off.
  4. While there is work, a step is never empty: the first sequence always advances. It can be refused pages
     only when it is alone, and alone every accepted sequence fits the pool.
 
 Order within a step: sequences with one token left to compute (decodes) first, then prefills in chunks, both in the
 order of service, then admissions. A preempted sequence keeps its tokens; they are computed again as if they were a
 prompt, and only the next one is sampled: a token is never sampled twice.
+
+Prefix cache: a sequence that is admitted takes the full pages that others have computed for the same tokens, and
+computes the rest: at least its last token. While a running sequence is computing the next page that it needs, it waits.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from llmc.runtime.kv import BlockAllocator, page_hash
+from llmc.runtime.kv import BlockAllocator, page_hash, root_hash
 from llmc.runtime.request import Request, RequestError
 from llmc.runtime.sequence import Sequence
 
@@ -83,10 +88,11 @@ class Scheduler:
 
     def __init__(
         self, allocator: BlockAllocator, *, max_num_seqs: int, max_num_batched_tokens: int,
-        policy: Callable[[Sequence], ServiceKey] = order_of_arrival,
+        policy: Callable[[Sequence], ServiceKey] = order_of_arrival, prefix_cache: bool = True,
     ) -> None:  # fmt: skip
         """max_num_seqs must not exceed max_num_batched_tokens, so that all decodes fit one step (else
-        ValueError). policy: the key of a sequence, another for each, asked for when it is added.
+        ValueError). policy: the key of a sequence, another for each, asked for when it is added. prefix_cache: whether
+        full pages are shared, and kept when nobody holds them.
         """
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ValueError(f"need 1 <= max_num_seqs ({max_num_seqs}) <= tokens per step ({max_num_batched_tokens})")
@@ -96,8 +102,19 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self._policy: Final = policy
+        self._prefix_cache: Final = prefix_cache
+        # Contents of pages that running sequences are going to fill, as they know the tokens already.
+        self._coming: Counter[bytes] = Counter()
         self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        """Tokens of the sequences that were admitted for the first time, and of those the ones found computed."""
+        self.num_prefix_hits = 0
         self._next_id = 0
+
+    def take_counts(self, other: Scheduler) -> None:
+        """Goes on counting where another left off."""
+        self.num_preemptions = other.num_preemptions
+        self.num_prefix_queries, self.num_prefix_hits = other.num_prefix_queries, other.num_prefix_hits
 
     @property
     def has_work(self) -> bool:
@@ -161,12 +178,14 @@ class Scheduler:
                 raise ValueError(f"{len(got)} tokens for a chunk with {len(chunk.sampled)} rows")
         for chunk, got in zip(chunks, tokens, strict=True):
             sequence = chunk.sequence
+            before = sequence.num_computed
             sequence.num_computed += chunk.sampled.start + len(got) if got else chunk.count
             if len(got) < len(chunk.sampled):
                 self._trim(sequence)
             for token in got:
                 sequence.append(token)
-            self._seal(sequence)
+            if self._prefix_cache:
+                self._seal(sequence, before)
         return [chunk.sequence for chunk, got in zip(chunks, tokens, strict=True) if got]
 
     def finish(self, sequence: Sequence) -> None:
@@ -177,14 +196,36 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def _seal(self, sequence: Sequence) -> None:
-        """Says what is in the pages that have become full."""
+    def _seal(self, sequence: Sequence, before: int) -> None:
+        """Says what is in the pages that have become full since `before` positions were computed."""
         size = self.allocator.page_size
-        for index in range(len(sequence.page_hashes), sequence.num_computed // size):
-            before = sequence.page_hashes[-1] if index else b""
-            content = page_hash(before, sequence.tokens[index * size : (index + 1) * size])
-            sequence.page_hashes.append(content)
-            self.allocator.seal(sequence.pages[index], content)
+        self._announce(sequence, before, sequence.num_computed, -1)
+        for index in range(before // size, sequence.num_computed // size):
+            self.allocator.seal(sequence.pages[index], sequence.page_hash(index, size))
+
+    def _announce(self, sequence: Sequence, start: int, stop: int, sign: int) -> None:
+        """Adds the pages that positions [start, stop) of a sequence fill to those that are coming, or takes them out.
+        What it samples is not announced: nobody can know it."""
+        size = self.allocator.page_size
+        for index in range(start // size, min(stop, sequence.num_announced) // size):
+            content = sequence.page_hash(index, size)
+            self._coming[content] += sign
+            if not self._coming[content]:
+                del self._coming[content]
+
+    def _find_prefix(self, sequence: Sequence) -> list[int] | None:
+        """The pages that are computed of a sequence that waits; None while the next one is being computed. Its last
+        token must be left to compute."""
+        size, pages = self.allocator.page_size, list[int]()
+        if not self._prefix_cache:
+            return pages
+        for index in range((len(sequence.tokens) - 1) // size):
+            content = sequence.page_hash(index, size)
+            page = self.allocator.find(content)
+            if page is None:
+                return None if content in self._coming else pages
+            pages.append(page)
+        return pages
 
     def _trim(self, sequence: Sequence) -> None:
         """Gives back the pages behind the computed positions: those of drafts that were refused."""
@@ -216,9 +257,11 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
-        self.allocator.free(sequence.seq_id, sequence.pages)
+        if self._prefix_cache:
+            self._announce(sequence, sequence.num_computed, len(sequence.tokens), -1)
+        # The last page first: it is the first to go, as it is of no use without those before it.
+        self.allocator.free(sequence.seq_id, reversed(sequence.pages))
         sequence.pages = array("i")
-        sequence.page_hashes.clear()
         sequence.running = False
 
     def _admit(self, step: _Step) -> None:
@@ -233,16 +276,35 @@ class Scheduler:
         promised = sum(allocator.pages_for(len(s.tokens)) - len(s.pages) for s in self.running)
         while self.waiting and step.budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
+            prefix = self._find_prefix(sequence)
+            if prefix is None:
+                break
             need = allocator.pages_for(len(sequence.tokens))
-            if need > allocator.num_free - promised:
+            in_use = sum(1 for page in prefix if allocator.references(page))
+            if need - in_use > allocator.num_free - promised:
                 break
             del self.waiting[0]
             insort(self.running, sequence, key=_key)
-            sequence.running = True
+            self._start(sequence, prefix)
             count = min(sequence.remaining, step.budget)
-            sequence.pages.extend(allocator.allocate(sequence.seq_id, allocator.pages_for(count)))
+            more = allocator.pages_for(sequence.num_computed + count) - len(sequence.pages)
+            sequence.pages.extend(allocator.allocate(sequence.seq_id, more))
             promised += need - len(sequence.pages)
             step.add(sequence, count)
+
+    def _start(self, sequence: Sequence, prefix: list[int]) -> None:
+        """Makes a sequence run that has these pages computed."""
+        sequence.running = True
+        self.allocator.share(sequence.seq_id, prefix)
+        sequence.pages.extend(prefix)
+        sequence.num_computed = len(prefix) * self.allocator.page_size
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
+            self.num_prefix_queries += len(sequence.tokens)
+            self.num_prefix_hits += sequence.num_cached
+        sequence.num_announced = len(sequence.tokens)
+        if self._prefix_cache:
+            self._announce(sequence, sequence.num_computed, sequence.num_announced, 1)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant does not hold. To be called between steps."""
@@ -264,14 +326,21 @@ class Scheduler:
                 raise AssertionError(f"sequence {s.seq_id}: {len(s.pages)} pages, {s.num_computed} computed positions")
             self._check_contents(s)
         for s in self.waiting:
-            if s.running or s.pages or s.page_hashes or s.num_computed:
+            if s.running or s.pages or s.num_computed:
                 raise AssertionError(f"sequence {s.seq_id} waits but holds pages")
+        coming = Counter(
+            s.page_hash(index, self.allocator.page_size)
+            for s in self.running
+            for index in range(s.num_computed // self.allocator.page_size, s.num_announced // self.allocator.page_size)
+        )
+        if self._coming != (coming if self._prefix_cache else Counter()):
+            raise AssertionError("the pages that are coming are not those that running sequences will fill")
 
     def _check_contents(self, s: Sequence) -> None:
         """Every full page says what its sequence has there, no other says anything."""
-        size, content = self.allocator.page_size, b""
+        size, before = self.allocator.page_size, root_hash(s.request.cache_salt)
         for index, page in enumerate(s.pages):
-            full = (index + 1) * size <= s.num_computed
-            content = page_hash(content, s.tokens[index * size : (index + 1) * size]) if full else b""
-            if (self.allocator.content(page) or b"") != content:
+            full = self._prefix_cache and (index + 1) * size <= s.num_computed
+            before = page_hash(before, s.tokens[index * size : (index + 1) * size])
+            if self.allocator.content(page) != (before if full else None):
                 raise AssertionError(f"sequence {s.seq_id}: page {page} does not say what is in it")

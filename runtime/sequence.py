@@ -8,6 +8,7 @@ from collections.abc import Sequence as Tokens
 import numpy as np
 
 from llmc.runtime.batch import Int32, RowSampling
+from llmc.runtime.kv import page_hash, root_hash
 from llmc.runtime.request import Request
 
 # Below this a temperature is greedy: dividing float32 logits by it would overflow.
@@ -94,9 +95,12 @@ class Sequence:
         self.tokens = array("i", request.prompt)
         self.num_prompt = len(request.prompt)
         self.num_computed = 0
+        self.num_announced = 0
+        """Tokens that it had when it began to run."""
         self.pages = array("i")
-        self.page_hashes: list[bytes] = []
-        """What the full ones of its pages hold."""
+        self.num_cached: int | None = None
+        """Positions that were found computed when it first ran."""
+        self._page_hashes: list[bytes] = []
         self.running = False
         self.service_key: tuple[int, ...] = (seq_id,)
         """Its place in the order of service."""
@@ -113,6 +117,15 @@ class Sequence:
     @property
     def at_length(self) -> bool:
         return self.num_output >= self.max_tokens
+
+    def page_hash(self, index: int, size: int) -> bytes:
+        """Of the content of its page of that index, in pages of `size` positions, all of whose tokens are known."""
+        known = self._page_hashes
+        while len(known) <= index:
+            start = len(known) * size
+            before = known[-1] if known else root_hash(self.request.cache_salt)
+            known.append(page_hash(before, self.tokens[start : start + size]))
+        return known[index]
 
     def append(self, token: int) -> None:
         """Adds a sampled token."""

@@ -12,7 +12,8 @@ from llmc.runtime.request import FinishReason
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Gauges of now and counters since the start. kv_cache_usage is a fraction, 0 to 1."""
+    """Gauges of now and counters since the start. kv_cache_usage is a fraction, 0 to 1; pages that are only kept for
+    reuse are free. prefix_queries: prompt tokens that were looked up in the prefix cache, prefix_hits: found there."""
 
     num_running: int
     num_waiting: int
@@ -20,6 +21,8 @@ class EngineStats:
     prompt_tokens: int
     generation_tokens: int
     num_preemptions: int
+    prefix_queries: int
+    prefix_hits: int
     finished: dict[FinishReason, int]
 
 

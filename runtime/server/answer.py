@@ -140,15 +140,20 @@ class _Usage:
 
     prompt_tokens: int
     completion_tokens: int = 0
+    cached: dict[str, int] = field(default_factory=dict)
+    """Tokens of each request's prompt that its first sequence found computed."""
 
     def add(self, output: RequestOutput) -> None:
         self.completion_tokens += len(output.token_ids)
+        if output.index == 0:
+            self.cached[output.request_id] = output.num_cached
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
         }
 
 

@@ -24,7 +24,7 @@ async def chat_completions(service: Service, http: HttpRequest) -> Response:
     include_usage = body.include_usage
     params = _sampling(body, service)
     prompt = await service.elsewhere(lambda: _prompt(service, body, params))
-    request = Request(new_id("req"), prompt, params)
+    request = Request(new_id("req"), prompt, params, cache_salt=body.salt)
     choices = _Choices(service.model.codec, params.logprobs is not None)
     return await respond(service, http, [request], choices, stream=bool(body.stream), include_usage=include_usage)
 

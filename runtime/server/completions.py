@@ -68,7 +68,7 @@ def _requests(
             ids = prompt
         max_tokens = _max_tokens(body, len(ids), max_model_len)
         params = sampling_params(body, service.model.defaults, max_tokens=max_tokens, logprobs=body.logprobs)
-        requests.append(Request(new_id("req"), tuple(ids), params))
+        requests.append(Request(new_id("req"), tuple(ids), params, cache_salt=body.salt))
     return requests, [codec.decode(request.prompt) for request in requests] if body.echo else None
 
 

@@ -38,6 +38,8 @@ class _EngineCollector(Collector):
             ("prompt_tokens", "Prompt tokens of requests that got a first token.", stats.prompt_tokens),
             ("generation_tokens", "Sampled tokens.", stats.generation_tokens),
             ("num_preemptions", "Sequences put back to be computed again.", stats.num_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
         ):
             total = CounterMetricFamily(f"llmc:{name}", text, labels=["model_name"])
             total.add_metric([self._model], count)

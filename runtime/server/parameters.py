@@ -15,7 +15,7 @@ IGNORED = frozenset(
     """
     user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention
     prediction parallel_tool_calls include_obfuscation
-    priority request_id cache_salt kv_transfer_params
+    priority request_id kv_transfer_params
     rid extra_key bootstrap_host bootstrap_port bootstrap_room data_parallel_rank routed_dp_rank
     cache_prompt id_slot n_cache_reuse
     dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_exponent xtc_threshold mirostat_tau

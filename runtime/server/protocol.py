@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 2048
 MAX_PARTS = 256
+MAX_CACHE_SALT = 1024
 MAX_UNKNOWN_FIELDS = 64
 _MAX_WARNED = 100
 _warned: set[str] = set()
@@ -82,6 +83,12 @@ class SamplingBody(Body):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT)] | None = None
+
+    @property
+    def salt(self) -> bytes:
+        """Of the prefixes that the request shares."""
+        return (self.cache_salt or "").encode("utf-8", "surrogatepass")
 
     @property
     def include_usage(self) -> bool:

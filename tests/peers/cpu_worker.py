@@ -65,6 +65,7 @@ class Llmc:
         from llmc.runtime.plan import Plan
 
         options = LoadOptions(
+            prefix_cache=False,
             max_model_len=max_length, max_num_seqs=max_batch, max_num_batched_tokens=prompt_tokens, threads=threads,
             device="cpu",
         )  # fmt: skip

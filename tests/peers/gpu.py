@@ -100,7 +100,8 @@ def run(plan: Plan, checkpoint: Path | None, rounds: int, decode: int) -> dict[s
     limit = int(plan.manifest["model"]["max_model_len"])
     what = [w for w in workloads(decode) if w.length <= limit]
     length, batch = max(w.length for w in what), max(w.batch for w in what)
-    options = LoadOptions(max_model_len=length, max_num_seqs=batch, device="cuda", gpu_memory_utilization=MEMORY_SHARE)
+    options = LoadOptions(max_model_len=length, max_num_seqs=batch, device="cuda", gpu_memory_utilization=MEMORY_SHARE,
+                          prefix_cache=False)  # fmt: skip
     engines: list[Measured] = [Ours(load_engine(plan, None, options))]
     try:
         peers, skipped = start_peers(checkpoint, length, batch)

@@ -58,7 +58,8 @@ class Server:
             "served-model-name": "bench",
             "max-num-seqs": limits.batch, "max-num-batched-tokens": limits.prompt_tokens, "kv-cache-memory": KV_BYTES,
         }  # fmt: skip
-        command = [sys.executable, "-m", "llmc.cli", "serve", str(plan), *(f"--{k}={v}" for k, v in flags.items())]
+        command = [sys.executable, "-m", "llmc.cli", "serve", str(plan), "--no-prefix-cache"]
+        command += [f"--{k}={v}" for k, v in flags.items()]
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, start_new_session=True, cwd=Path(__file__).parents[2]
         )

@@ -30,7 +30,7 @@ class Harness:
 
     def __init__(
         self, num_pages: int = 8, max_num_seqs: int = 4, max_num_batched_tokens: int = 7,
-        policy: Policy = order_of_arrival,
+        policy: Policy = order_of_arrival, prefix_cache: bool = True,
     ) -> None:  # fmt: skip
         self.executor = FakeExecutor(num_pages, max_num_tokens=64, max_num_rows=64)
         self.scheduler = Scheduler(
@@ -38,12 +38,13 @@ class Harness:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             policy=policy,
+            prefix_cache=prefix_cache,
         )
         self.live: list[Sequence] = []
         self.finished: list[Sequence] = []
 
-    def add(self, prompt: list[int], max_tokens: int, seed: int = 0) -> Sequence:
-        request = Request(f"r{len(self.live)}", tuple(prompt), SamplingParams(seed=seed))
+    def add(self, prompt: list[int], max_tokens: int, seed: int = 0, salt: bytes = b"") -> Sequence:
+        request = Request(f"r{len(self.live)}", tuple(prompt), SamplingParams(seed=seed), cache_salt=salt)
         sequence = self.scheduler.add(request, 0, seed, max_tokens)
         self.live.append(sequence)
         return sequence
@@ -142,6 +143,70 @@ def test_the_policy_s_key_is_the_order_of_service() -> None:
     h.check_tokens()
 
 
+def test_a_prompt_that_was_computed_before_is_shared_but_for_its_last_page() -> None:
+    h = Harness(num_pages=20, max_num_batched_tokens=64)
+    first = h.add(prompt(50, 1), 3)
+    h.step()
+    second = h.add([*prompt(40, 1), 7, 7], 3)
+    third = h.add(prompt(48, 1), 3)  # its own last token must be computed
+    chunks = {c.sequence: c for c in h.step()}
+    assert (chunks[second].start, chunks[second].count) == (32, 10)
+    assert (chunks[third].start, chunks[third].count) == (32, 16)
+    assert second.pages[:2] == third.pages[:2] == first.pages[:2] and second.pages[2] != first.pages[2]
+    assert (second.num_cached, third.num_cached) == (32, 32)
+    h.run()
+    fourth = h.add(prompt(50, 1), 3)  # of sequences that have ended
+    assert h.step()[0].start == 48 and fourth.num_cached == 48
+    h.run()
+    h.check_tokens()
+    assert (h.scheduler.num_prefix_queries, h.scheduler.num_prefix_hits) == (50 + 42 + 48 + 50, 32 + 32 + 48)
+    assert h.scheduler.allocator.num_used == 0 and h.scheduler.allocator.num_kept > 0
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_equal_prompts_that_come_together_are_computed_once(prefix_cache: bool) -> None:
+    h = Harness(num_pages=30, max_num_batched_tokens=32, prefix_cache=prefix_cache)
+    for seed in range(4):
+        h.add(prompt(65, 1), 3, seed)
+    h.run()
+    h.check_tokens()
+    computed = sum(h.executor.steps)
+    assert computed == (65 + 3 * 1 if prefix_cache else 4 * 65) + 4 * 2
+    assert h.scheduler.num_prefix_hits == (3 * 64 if prefix_cache else 0)
+
+
+def test_other_salts_share_nothing() -> None:
+    h = Harness(num_pages=30, max_num_batched_tokens=64)
+    for salt in (b"", b"a", b"b", b"a"):
+        h.add(prompt(40, 1), 2, salt=salt)
+        h.run()
+    assert h.scheduler.num_prefix_hits == 32
+    h.check_tokens()
+
+
+def test_a_preempted_sequence_finds_what_is_left_of_its_pages() -> None:
+    h = Harness(num_pages=6, max_num_batched_tokens=64)
+    h.add(prompt(40, 1), 30, seed=1)
+    new = h.add(prompt(40, 2), 20, seed=2)
+    while not h.scheduler.num_preemptions:
+        assert h.step()
+    while not new.running:
+        assert h.step()
+    assert new.num_cached == 0 and 0 < h.executor.steps[-1] < 40
+    h.run()
+    h.check_tokens()
+
+
+def test_kept_pages_are_room_for_others() -> None:
+    """Prompts of which no two fit the pool, one after the other: what is kept of one makes way for the next."""
+    h = Harness(num_pages=5, max_num_batched_tokens=64)
+    for salt in range(6):
+        h.add(prompt(60, salt % 3), 10)
+    h.run()
+    assert len(h.finished) == 6 and h.scheduler.num_preemptions == 0
+    h.check_tokens()
+
+
 def test_a_step_that_failed_leaves_no_page() -> None:
     h = Harness()
     h.add(prompt(20, 1), 3)
@@ -195,20 +260,28 @@ def test_more_sequences_than_tokens_is_refused() -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Arrivals, aborts and steps over a pool so small that preemption is common, in either order of service."""
+    """Arrivals, aborts and steps over a pool so small that preemption is common, in either order of service. Prompts
+    are often the start of each other, under one of two salts."""
 
     h: Harness
 
-    @initialize(policy=st.sampled_from([order_of_arrival, shortest_first]))
-    def begin(self, policy: Policy) -> None:
-        self.h = Harness(num_pages=6, max_num_seqs=4, max_num_batched_tokens=7, policy=policy)
+    @initialize(
+        policy=st.sampled_from([order_of_arrival, shortest_first]), prefix_cache=st.sampled_from([True, True, False])
+    )  # fmt: skip
+    def begin(self, policy: Policy, prefix_cache: bool) -> None:
+        self.h = Harness(
+            num_pages=6, max_num_seqs=4, max_num_batched_tokens=7, policy=policy, prefix_cache=prefix_cache
+        )  # fmt: skip
         self.added = 0
 
     @precondition(lambda self: len(self.h.live) < 8)
-    @rule(length=st.integers(1, 60), max_tokens=st.integers(1, 30), seed=st.integers(0, 3))
-    def arrive(self, length: int, max_tokens: int, seed: int) -> None:
+    @rule(
+        length=st.integers(1, 60), max_tokens=st.integers(1, 30), seed=st.integers(0, 3), kind=st.integers(0, 3),
+        salt=st.sampled_from([b"", b"", b"x"]),
+    )  # fmt: skip
+    def arrive(self, length: int, max_tokens: int, seed: int, kind: int, salt: bytes) -> None:
         self.added += 1
-        self.h.add(prompt(length, self.added), max_tokens, seed)
+        self.h.add(prompt(length, self.added if kind == 0 else 1000 + kind), max_tokens, seed, salt)
 
     @precondition(lambda self: self.h.live)
     @rule(data=st.data())

@@ -52,6 +52,7 @@ def test_health_and_metrics(server: Running) -> None:
     for name in (
         "num_requests_running", "num_requests_waiting", "kv_cache_usage", "prompt_tokens_total",
         "time_to_first_token_seconds_bucket", "time_per_output_token_seconds_sum", "num_preemptions_total",
+        "prefix_cache_queries_total", "prefix_cache_hits_total",
         "e2e_request_latency_seconds_count",
         'request_success_total{finished_reason="length",model_name="org/toy"}',
     ):  # fmt: skip
@@ -72,6 +73,28 @@ def test_completion(server: Running) -> None:
         12,
         15,
     )
+
+
+def test_what_was_found_computed_is_told_and_a_salt_keeps_it_apart(server: Running) -> None:
+    def cached(**more: Any) -> int:
+        body = {"model": MODEL, "prompt": list(range(100, 150)), "max_tokens": 1, **more}
+        return int(
+            server.http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        )
+
+    assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="a"), cached(cache_salt="")] == [
+        0,
+        48,
+        0,
+        48,
+        48,
+    ]
+    assert server.metric("prefix_cache_hits_total") >= 144
+    prompts = [list(range(100, 150)), list(range(150, 200))]
+    assert cached(prompt=prompts, n=2) == 48  # of both prompts, each counted once
+    body = {"model": MODEL, "prompt": "a", "cache_salt": "a" * 1025}
+    answer = server.http.post("/v1/completions", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "cache_salt"
 
 
 def test_completion_defaults_to_16_tokens(server: Running) -> None:

@@ -156,6 +156,30 @@ def test_a_failed_step_fails_its_requests_only(caplog: pytest.LogCaptureFixture)
     assert "fake model broke on purpose" in caplog.text and "Traceback" in caplog.text
 
 
+def test_choices_of_a_request_share_its_prompt_and_the_counts_outlive_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = Request("r", prompt(50), SamplingParams(seed=1, max_tokens=5, ignore_eos=True, n=3))
+    with running(FakeExecutor()) as engine:
+        outputs = list(engine.generate_blocking(request))
+        stats = engine.stats()
+        assert (stats.prefix_queries, stats.prefix_hits, stats.kv_cache_usage) == (150, 96, 0.0)
+        assert [{o.num_cached for o in outputs if o.index == i} for i in range(3)] == [{0}, {48}, {48}]
+        for index in range(3):
+            seed = sequence_seed(1, index)
+            assert tokens_of(outputs, index) == solo_tokens(list(prompt(50)), 5, seed)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._scheduler, "commit", None)
+            assert [o.finish_reason for o in engine.generate_blocking(request)] == ["error"] * 3
+        stats = engine.stats()
+        assert stats.prefix_queries > 150 and stats.prefix_hits > 96
+        after = list(engine.generate_blocking(replace(request, params=replace(request.params, n=1))))
+        assert after[-1].num_cached == 0 and tokens_of(after) == tokens_of(outputs)  # nothing is known to be computed
+    with running(FakeExecutor(), prefix_cache=False) as engine:
+        assert tokens_of(list(engine.generate_blocking(request)), 2) == tokens_of(outputs, 2)
+        assert engine.stats().prefix_hits == 0
+
+
 def test_a_failure_of_the_engine_itself_ends_its_requests_and_it_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
