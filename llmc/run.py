@@ -60,7 +60,8 @@ class Session:
         template = self.model.chat_template
         if template is None:
             raise UserError("the plan has no chat template: the model only completes text (llmc run --raw)")
-        return self.model.codec.encode(template.render(messages), add_special_tokens=False)
+        codec = self.model.codec
+        return codec.encode_prompt(template.render(messages, marks=codec.marks), add_special_tokens=False)
 
     def answer(self, ids: list[int]) -> Answer:
         """Streams the answer to standard output. Ctrl-C stops it, and nothing else."""

@@ -22,8 +22,10 @@ import jinja2.sandbox
 
 from llmc.errors import UserError
 from llmc.runtime.request import RequestError
+from llmc.runtime.special_text import Conversation, Marks, Prompt, render_prompt
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+NO_MARKS = Marks()
 
 
 class TemplateRefusal(RequestError):
@@ -50,10 +52,6 @@ def _raise_exception(message: str) -> NoReturn:
     raise _Refusal(message)
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
-
-
 def _tojson(
     value: object,
     ensure_ascii: bool = False,
@@ -70,12 +68,13 @@ class ChatTemplate:
 
     def __init__(self, template: str, special_tokens: Mapping[str, str]) -> None:
         """Raises UserError when the template does not parse."""
+        self._now = datetime.datetime.now()
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["strftime_now"] = lambda pattern: self._now.strftime(pattern)
         try:
             environment.parse(template)
         except jinja2.TemplateError as error:
@@ -99,21 +98,27 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
+        marks: Marks = NO_MARKS,
+    ) -> Prompt:
         """The prompt for a conversation. Raises RequestError for one on which the template fails, TemplateRefusal
         with its words when it refuses.
 
         messages: role, content and what else the template reads. variables: more names for the template, e.g.
-        enable_thinking.
+        enable_thinking. marks: of the tokenizer that will encode it.
         """
-        variables = variables or {}
+        self._now = datetime.datetime.now()  # one for all renderings of a conversation
+        conversation = Conversation(messages, tools, variables)
+        return render_prompt(lambda c: self._text(c, add_generation_prompt), conversation, marks)
+
+    def _text(self, conversation: Conversation, add_generation_prompt: bool) -> str:
+        variables = conversation.variables or {}
         if taken := RESERVED & variables.keys():
             raise RequestError(f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
         names = {
             **self.special_tokens,
             **variables,
-            "messages": list(messages),
-            "tools": tools,
+            "messages": list(conversation.messages),
+            "tools": conversation.tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

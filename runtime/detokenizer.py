@@ -15,6 +15,8 @@ from functools import cached_property
 from tokenizers import Tokenizer
 
 from llmc.errors import UserError
+from llmc.runtime.marked_tokenizer import MarkedTokenizer, encode
+from llmc.runtime.special_text import Marks, Prompt
 
 REPLACEMENT = "\ufffd"
 # Tokens of the prompt that are decoded along with the output, so that a decoder which strips the leading
@@ -40,6 +42,7 @@ class TextCodec:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._decoder_types = _decoder_types(decoder)
+        self._marked = MarkedTokenizer(self._tokenizer)
 
     @property
     def vocab_size(self) -> int:
@@ -53,19 +56,26 @@ class TextCodec:
         add_special_tokens: as the tokenizer does it, but no start token before one that the text begins with.
         check_length: called with their number before the list is made, during which no other thread runs; may raise.
         """
-        # The batch form releases the GIL, the single form does not.
-        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        if check_length is not None:
-            try:
-                check_length(len(encoding))
-            except BaseException:
-                # Or the error's traceback takes it to whoever handles that; freeing millions of tokens takes a while.
-                del encoding
-                raise
-        ids = list(encoding.ids)
-        if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self._start_token:
-            del ids[0]
-        return ids
+        ids = list(encode(self._tokenizer, text, add_special_tokens, check_length).ids)
+        return self._without_second_start(ids) if add_special_tokens else ids
+
+    def encode_prompt(
+        self, prompt: Prompt, add_special_tokens: bool, check_length: Callable[[int], object] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation. Of its special tokens those are real that the template wrote; where the request
+        brought any, `prompt` is marked with `marks`. The arguments are those of `encode`."""
+        if not prompt.marked:
+            return self.encode(prompt.text, add_special_tokens, check_length)
+        ids = self._marked.encode(prompt.text, add_special_tokens, check_length)
+        return self._without_second_start(ids) if add_special_tokens else ids
+
+    @property
+    def marks(self) -> Marks:
+        """With which `encode_prompt` wants prompts marked."""
+        return self._marked.marks
+
+    def _without_second_start(self, ids: list[int]) -> list[int]:
+        return ids[1:] if len(ids) > 1 and ids[0] == ids[1] == self._start_token else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; incomplete or invalid UTF-8 becomes U+FFFD."""

@@ -23,8 +23,9 @@ from typing import Any, BinaryIO
 
 import llmc
 from llmc.errors import UserError
-from llmc.runtime.chat import ChatTemplate, TemplateRefusal
+from llmc.runtime.chat import NO_MARKS, ChatTemplate, TemplateRefusal
 from llmc.runtime.request import RequestError
+from llmc.runtime.special_text import Marks, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +37,16 @@ TOO_LONG = "the model's chat template takes too long for this conversation"
 TOO_LARGE = f"the model's chat template makes more than {MAX_PROMPT_BYTES >> 20} MiB of this conversation"
 
 _LENGTH = struct.Struct("<Q")
-_TEXT, _REFUSAL, _ERROR = b"T", b"R", b"E"
+_TEXT, _MARKED, _REFUSAL, _ERROR = b"T", b"M", b"R", b"E"
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from llmc.runtime.template_process import main; main()"
 
 
 class TemplateProcess:
     """Renders one template's conversations, one at a time; any thread may ask. Close it when done."""
 
-    def __init__(self, template: ChatTemplate) -> None:
-        """Starts nothing yet: see `start`."""
-        self._template = template
+    def __init__(self, template: ChatTemplate, marks: Marks = NO_MARKS) -> None:
+        """Starts nothing yet: see `start`. marks: of the tokenizer that encodes the prompts."""
+        self._template, self._marks = template, marks
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
@@ -69,8 +70,9 @@ class TemplateProcess:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """As `ChatTemplate.render`. Raises RequestError also for what takes too much time or memory. Blocks."""
+    ) -> Prompt:
+        """As `ChatTemplate.render` does it with the marks. Raises RequestError also for what takes too much time or
+        memory. Blocks."""
         question = _packed(messages, add_generation_prompt, tools, variables)
         with self._lock:
             process = self._started()
@@ -86,8 +88,8 @@ class TemplateProcess:
                     log.error("the process that renders chat templates ended with status %d", status)
                 raise RequestError(TOO_LONG, param="messages")
         kind, text = answer[:1], str(memoryview(answer)[1:], "utf-8")
-        if kind == _TEXT:
-            return text
+        if kind in (_TEXT, _MARKED):
+            return Prompt(text, kind == _MARKED)
         param, _, message = text.partition(":")
         raise (TemplateRefusal if kind == _REFUSAL else RequestError)(message, param=param)
 
@@ -103,7 +105,8 @@ class TemplateProcess:
                 start_new_session=True,  # the terminal's Ctrl-C is for the server, which drains
             )
             assert self._process.stdin is not None
-            _send(self._process.stdin, _packed(self._template.source, self._template.special_tokens))
+            first = self._template.source, self._template.special_tokens, self._marks.of, self._marks.cut
+            _send(self._process.stdin, _packed(*first))
         return self._process
 
 
@@ -125,26 +128,32 @@ def main() -> None:
     first = _receive(source)
     if first is None:
         return
-    template = ChatTemplate(*json.loads(first))
+    text, special_tokens, marks_of, cut = json.loads(first)
+    template, marks = ChatTemplate(text, special_tokens), Marks(marks_of, cut)
     while (question := _receive(source)) is not None:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends a process that does not handle it
-        answer = _answer(template, question)
+        answer = _answer(template, marks, question)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(output, answer)
 
 
-def _answer(template: ChatTemplate, question: bytes) -> bytes:
+def _answer(template: ChatTemplate, marks: Marks, question: bytes) -> bytes:
     try:
-        text = template.render(*json.loads(question)).encode()
+        messages, add_generation_prompt, tools, variables = json.loads(question)
+        prompt = template.render(messages, add_generation_prompt, tools, variables, marks)
+        text = prompt.text.encode()
     except RequestError as error:
         kind = _REFUSAL if isinstance(error, TemplateRefusal) else _ERROR
         message = error.message[:10_000].encode("utf-8", "backslashreplace")
         return kind + (error.param or "messages").encode() + b":" + message
     except UnicodeEncodeError:
         return _ERROR + b"messages:the model's chat template writes characters that are no text"
+    except RecursionError:
+        return _ERROR + b"messages:the messages are nested too deeply"
     except MemoryError:
         return _ERROR + b"messages:" + TOO_LARGE.encode()
-    return _TEXT + text if len(text) <= MAX_PROMPT_BYTES else _ERROR + b"messages:" + TOO_LARGE.encode()
+    kind = _MARKED if prompt.marked else _TEXT
+    return kind + text if len(text) <= MAX_PROMPT_BYTES else _ERROR + b"messages:" + TOO_LARGE.encode()
 
 
 def _packed(*values: Any) -> bytes:

@@ -59,7 +59,7 @@ def _prompt(service: Service, body: ChatBody, params: SamplingParams) -> tuple[i
     if template is None or service.template is None:
         raise RequestError("this model has no chat template; use /v1/completions", param="messages")
     messages = [_template_message(m, i, template.knows_developer) for i, m in enumerate(body.messages)]
-    text = service.template.render(messages, body.add_generation_prompt is not False, None, body.chat_template_kwargs)
+    prompt = service.template.render(messages, body.add_generation_prompt is not False, None, body.chat_template_kwargs)
 
     def check(length: int) -> None:
         try:
@@ -68,7 +68,7 @@ def _prompt(service: Service, body: ChatBody, params: SamplingParams) -> tuple[i
             raise renamed(error, _names(body)) from error
 
     # The template has written the special tokens already, unless the client says otherwise.
-    return tuple(service.model.codec.encode(text, body.add_special_tokens is True, check))
+    return tuple(service.model.codec.encode_prompt(prompt, body.add_special_tokens is True, check))
 
 
 def _template_message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Service:
         self.max_body_bytes = max_body_bytes
         # Two threads: a flood of long prompts must not take the cores from the model.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="llmc-encode")
-        self.template = None if model.chat_template is None else TemplateProcess(model.chat_template)
+        self.template = None if model.chat_template is None else TemplateProcess(model.chat_template, model.codec.marks)
 
     def start(self) -> None:
         """Starts what the first request would else wait for."""

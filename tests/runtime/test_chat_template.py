@@ -23,7 +23,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def render(template: str, messages: list[dict[str, Any]] | None = None, **more: Any) -> str:
-    return ChatTemplate(template, {"bos_token": "<s>"}).render(messages or HELLO, **more)
+    return ChatTemplate(template, {"bos_token": "<s>"}).render(messages or HELLO, **more).text
 
 
 def test_chatml() -> None:

@@ -77,7 +77,7 @@ def test_what_takes_too_much_is_ended(source: str) -> None:
         with pytest.raises(RequestError, match=r"too long|more than|MemoryError|OverflowError"):
             process.render(HELLO)
         assert time.perf_counter() - begun < 20
-        assert process.render([{"role": "user", "content": "x"}]) == "[x]"
+        assert process.render([{"role": "user", "content": "x"}]).text == "[x]"
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_the_build_takes_a_template_that_refuses() -> None:
 
 def test_a_process_that_was_killed_is_replaced() -> None:
     with started("{{ messages[0].content }}") as process:
-        assert process.render(HELLO) == "hello"
+        assert process.render(HELLO).text == "hello"
         assert process._process is not None
         os.kill(process._process.pid, signal.SIGKILL)
         with pytest.raises(RequestError):
             process.render(HELLO)
-        assert process.render(HELLO) == "hello"
+        assert process.render(HELLO).text == "hello"
 
 
 def test_close_ends_what_is_being_rendered() -> None:
