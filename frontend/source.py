@@ -53,7 +53,23 @@ def resolve(model: str, *, sha256: str | None = None, revision: str | None = Non
         if sha256 is not None:
             raise UserError(f"--sha256 needs one file to check, and {model} is a hub repository: pin its revision")
         return _from_hub(model, revision)
-    raise UserError(f"no such model: {shortened(model)!r} does not exist here, and it is not {_KINDS}")
+    raise _no_such(model)
+
+
+def find_local(model: str) -> Source | None:
+    """The files of `model` where they are on this machine, or None where they have to be fetched. Reads none of them.
+
+    Raises UserError for what is neither."""
+    path = Path(model).expanduser()
+    if not model.startswith("pypi:") and model and _exists(path):
+        return _local(path, None)
+    if model.startswith("pypi:") or (_HUB_ID.fullmatch(model) and not model.endswith(".gguf")):
+        return None
+    raise _no_such(model)
+
+
+def _no_such(model: str) -> UserError:
+    return UserError(f"no such model: {shortened(model)!r} does not exist here, and it is not {_KINDS}")
 
 
 def _exists(path: Path) -> bool:

@@ -103,11 +103,7 @@ def _from_directory(ckpt: SafetensorsCheckpoint, tell: Callable[[str], None]) ->
     settings = _optional(path / "tokenizer_config.json")
     special = _special_tokens({**_optional(path / "special_tokens_map.json"), **settings})
     if (path / "tokenizer.json").is_file():
-        try:
-            tokenizer = Tokenizer.from_str((path / "tokenizer.json").read_text(encoding="utf-8"))
-        except Exception as error:  # tokenizers raises a bare Exception
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{path / 'tokenizer.json'} is not a valid tokenizer ({reason}): fetch it again") from error
+        tokenizer = read_tokenizer(path / "tokenizer.json")
         _add_configured_tokens(tokenizer, settings, special)
     elif any((path / name).is_file() for name in _SLOW_FILES):
         tokenizer, special = _converted(path)
@@ -115,6 +111,15 @@ def _from_directory(ckpt: SafetensorsCheckpoint, tell: Callable[[str], None]) ->
         return None
     add_bos = _prepends(tokenizer, special.get("bos_token"))
     return _assets(ckpt, tokenizer, special, _template(path, settings, tell), add_bos)
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer.json. Raises UserError when it is none."""
+    try:
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # tokenizers raises a bare Exception
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is not a valid tokenizer ({reason}): fetch it again") from error
 
 
 def _converted(path: Path) -> tuple[Tokenizer, dict[str, str]]:

@@ -6,6 +6,7 @@ loads no compiler.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -143,14 +144,13 @@ def build(
     if no_calibration and flags["calibration_text"] is not None:
         raise UserError("--calibration and --no-calibration exclude each other; give one")
     flags["precision"] = asked[0] if asked else None
-    try:
-        with plain_interrupt():
-            from llmc.build import BuildOptions, peak_memory
-            from llmc.build import build as run_build
-    except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("llmc"):
-            raise
-        raise UserError(f"building needs the package {error.name}: pip install 'llmc[build]'") from error
+    _require("torch", "transformers")
+    with plain_interrupt():
+        from llmc.frontend.precheck import check_local
+
+        check_local(model)  # a bad model is refused now, not after seconds of imports
+        from llmc.build import BuildOptions, peak_memory
+        from llmc.build import build as run_build
     from llmc.progress import TerminalProgress
 
     options = BuildOptions(evaluate=not no_eval, calibrate=not no_calibration, **flags)
@@ -164,6 +164,13 @@ def build(
         click.echo(f"{output}: {result['file_size'] / 2**20:.1f} MiB, engine {result['engine_id'][:16]}")
         click.echo(summary(result))
         click.echo(f"peak memory of the build: {peak_memory() / 2**20:.0f} MiB")
+
+
+def _require(*packages: str) -> None:
+    """Raises UserError for what only the extra `build` installs."""
+    missing = next((name for name in packages if importlib.util.find_spec(name) is None), None)
+    if missing is not None:
+        raise UserError(f"building needs the package {missing}: pip install 'llmc[build]'")
 
 
 _PLAN = click.argument("plan", type=click.Path(path_type=Path))

@@ -168,6 +168,47 @@ def test_build_without_the_extra_says_how_to_get_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+_REFUSALS = """
+import sys
+from click.testing import CliRunner
+from llmc.cli import main
+for model in sys.argv[1:]:
+    result = CliRunner().invoke(main, ["build", model, "-o", "x.plan"])
+    print(result.exit_code, result.stderr.strip())
+print("torch" in sys.modules)
+"""
+
+
+def test_a_bad_model_is_refused_before_torch_is_imported(checkpoint: Path, tmp_path: Path) -> None:
+    """Which takes seconds."""
+    config = (checkpoint / "config.json").read_text()
+    weights = (checkpoint / "model.safetensors").read_bytes()
+    spoilt: dict[str, tuple[str, str | bytes, str]] = {
+        "json": ("config.json", "{", "is not valid JSON"),
+        "type": ("config.json", "{}", "no model_type"),
+        "number": ("config.json", json.dumps(json.loads(config) | {"num_hidden_layers": 0}), "num_hidden_layers is 0"),
+        "names": ("config.json", '{"model_type": "llama", "to_dict": 1, "head_dim": -1}', "head_dim is -1"),
+        "short": ("model.safetensors", weights[:-1], "truncated"),
+        "tokenizer": ("tokenizer.json", "{}", "is not a valid tokenizer"),
+    }
+    for name, (file, data, _) in spoilt.items():
+        shutil.copytree(checkpoint, tmp_path / name)
+        (tmp_path / name / file).write_bytes(data if isinstance(data, bytes) else data.encode())
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(20))
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "config.json").write_text(config)
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"")
+    wanted = {name: words for name, (*_, words) in spoilt.items()}
+    wanted |= {"x.gguf": "x.gguf", "pickled": "pickle", "none": "no such model", "y.gguf": "no such model"}
+    done = subprocess.run(
+        [sys.executable, "-c", _REFUSALS, *(str(tmp_path / name) for name in wanted)], capture_output=True, text=True,
+    )  # fmt: skip
+    *lines, torch_is_loaded = done.stdout.splitlines()
+    assert torch_is_loaded == "False" and len(lines) == len(wanted), done.stdout + done.stderr
+    for line, (name, words) in zip(lines, wanted.items(), strict=True):
+        assert line.startswith("2 llmc: error: ") and name in line and words in line, line
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -16,6 +16,7 @@ from frontend_builders import tiny_gguf, tiny_llama
 
 from llmc.errors import UserError
 from llmc.frontend.open import open_checkpoint
+from llmc.frontend.precheck import check_local
 from llmc.frontend.source import resolve
 
 GGUF = b"GGUF" + bytes(range(256)) * 8
@@ -254,3 +255,10 @@ def test_a_hub_snapshot_is_a_directory(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert (found.kind, found.label, found.path) == ("dir", "some-org/some-model@v1", tmp_path)
     assert asked["revision"] == "v1"
     assert not any("bin" in pattern or "*.py" in pattern for pattern in asked["allow_patterns"])
+
+
+@pytest.mark.parametrize("depth", [500, *range(800, 1010, 7)])
+def test_a_deep_configuration_is_refused_in_one_line_or_left_to_the_opening(tmp_path: Path, depth: int) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "x", "a": ' + '{"a":' * depth + "0" + "}" * (depth + 1))
+    with pytest.raises(UserError, match=r"has no weights|nested|not valid JSON"):
+        check_local(str(tmp_path))
