@@ -39,6 +39,27 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             ctx.exit(128 + signal.SIGINT)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The first sentence of every command, which click would cut at 45 characters."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.commands[name].get_short_help_str(1000)) for name in sorted(self.commands)])
+
+
+_PRECISIONS = ("int8", "int4", "bf16", "fp32")
+
+
+class _BuildCommand(click.Command):
+    """Shows the precisions as the one choice that they are."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        records = [(option.name, option.get_help_record(ctx)) for option in options]
+        precisions = [record for name, record in records if record and name in _PRECISIONS]
+        with formatter.section("Precision, one of"):
+            formatter.write_dl([(flag, text.removeprefix("Precision: ")) for flag, text in precisions])
+        with formatter.section("Options"):
+            formatter.write_dl([record for name, record in records if record and name not in _PRECISIONS])
+
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -64,7 +85,7 @@ def main() -> None:
     """llmc: compiles a language model into one file, engine.plan, and serves it."""
 
 
-@main.command()
+@main.command(cls=_BuildCommand)
 @click.argument("model")
 @click.option(
     "--int8", is_flag=True, help="Precision: 8-bit weights and activations (the default for what is not quantised)."
@@ -86,7 +107,14 @@ def main() -> None:
     type=click.Choice(["fp32", "bf16", "int8"]),
     help="Default: fp32 with --fp32, else bf16. int8: a scale per position and head.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("engine.plan"), show_default=True)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("engine.plan"),
+    show_default=True,
+    help="The plan to write.",
+)
 @click.option(
     "--target",
     "targets",
@@ -228,8 +256,8 @@ def _api_key(ctx: click.Context, param: click.Parameter, value: str | None) -> s
 
 @main.command()
 @_PLAN
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=int, default=8000, show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on; 0: a free one.")
 @_engine_options
 @click.option("--max-num-seqs", type=int, help="Sequences in one step; default: CPU 64, GPU up to 256.")
 @click.option("--prefix-cache/--no-prefix-cache", default=True, help="Share and keep computed prefixes. Default: yes.")
@@ -295,9 +323,9 @@ def serve(
 def _sampling_options(command: Any) -> Any:
     """Options that `run` and `chat` share."""
     for option in (
-        click.option("--seed", type=int),
-        click.option("--top-k", type=int),
-        click.option("--top-p", type=float),
+        click.option("--seed", type=int, help="Of the sampling; the same seed gives the same answer."),
+        click.option("--top-k", type=int, help="Sample from so many likeliest tokens; default: the checkpoint's."),
+        click.option("--top-p", type=float, help="Sample from the likeliest tokens of this probability together."),
         click.option("--temperature", type=float, help="0 is greedy; default: the checkpoint's."),
         click.option("--max-tokens", type=int, help="Default: as many as the context holds."),
     ):

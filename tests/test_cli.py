@@ -129,6 +129,28 @@ def test_a_size_beyond_all_memory_is_still_a_number() -> None:
     assert size("9" * 400 + "T") > 10**400
 
 
+# ---- help
+
+
+def test_help_is_in_whole_sentences() -> None:
+    text = " ".join(llmc("--help").stdout.partition("Commands:")[2].split())
+    assert "..." not in text and len(main.commands) > 6
+    for name, command in main.commands.items():
+        sentence = " ".join((command.help or "").split("\n\n")[0].split())
+        assert f"{name} {sentence}" in text and sentence.endswith(".")
+        for param in command.params:
+            help_text = getattr(param, "help", None)
+            assert help_text or param.param_type_name == "argument" or name == "bench", (name, param.name)
+
+
+def test_precisions_are_one_choice() -> None:
+    shown = llmc("build", "--help").stdout.partition("Precision, one of:\n")[2].partition("\nOptions:\n")
+    assert [line.split()[0] for line in shown[0].splitlines() if line.strip().startswith("--")] == [
+        "--int8", "--int4", "--bf16", "--fp32"
+    ]  # fmt: skip
+    assert "--target" in shown[2] and "--int8 " not in shown[2]
+
+
 # ---- build
 
 
