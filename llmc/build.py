@@ -106,7 +106,7 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress) -
     if options.dump_ir is not None and options.dump_ir.exists() and not options.dump_ir.is_dir():
         raise UserError(f"--dump-ir {options.dump_ir}: is not a directory; name one, or one that is to be made")
     progress.stage("resolve")
-    source = resolve(model, sha256=options.sha256, revision=options.revision)
+    source = resolve(model, sha256=options.sha256, revision=options.revision, bar=progress.bar)
     output = check_output(output, "-o", (source.path, *(p for p in (options.eval_text, options.calibration_text) if p)))
     checkpoint = open_checkpoint(source, progress.stage)
     try:

