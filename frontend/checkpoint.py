@@ -17,12 +17,14 @@ from llmc.kernels.formats import Format
 class TensorInfo:
     """A tensor as Hugging Face names and shapes it. `dtype` is the stored type: "F32", "BF16", "Q4_1", "GPTQ int4" …
     grid: of a matrix that is quantised already, the format that it is taken in as stored; it holds the tensor's codes
-    where the checkpoint gives such, else 8 bits that the values round to."""
+    where the checkpoint gives such, else 8 bits that the values round to. linear: the matrix is [outputs, inputs]
+    however the model's own parameter is laid out."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     grid: Format | None = None
+    linear: bool = False
 
 
 class Checkpoint(Protocol):

@@ -36,19 +36,14 @@ def _tagged_float(value: dict[str, Any]) -> Any:
 def build_config(raw: dict[str, Any], where: str) -> Any:
     """The transformers PretrainedConfig for the contents of a config.json; remote code is never run.
 
-    `where` names the file in messages. Raises UserError for a model type that transformers does not know, for
-    weights that are already quantised and for values that the model's configuration class refuses.
+    `where` names the file in messages. Raises UserError for a model type that transformers does not know and for
+    values that the model's configuration class refuses.
     """
     from transformers import CONFIG_MAPPING
 
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise UserError(f"{where} has no model_type: it is not the configuration of a Hugging Face model")
-    if raw.get("quantization_config") or raw.get("compression_config"):
-        raise UserError(
-            f"{where} says the weights are already quantised ({_quantiser(raw)}), which is not supported: "
-            "give the unquantised checkpoint and let llmc quantise it"
-        )
     if model_type not in CONFIG_MAPPING:
         if raw.get("auto_map"):
             raise UserError(
@@ -76,12 +71,6 @@ def normalise_config(config: Any) -> dict[str, Any]:
     """
     values = json.loads(json.dumps(config.to_dict(), sort_keys=True, default=str))
     return {name: value for name, value in values.items() if name not in _VOLATILE}
-
-
-def _quantiser(raw: dict[str, Any]) -> str:
-    settings = raw.get("quantization_config") or raw.get("compression_config")
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    return str(method or "quantization_config is set")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from llmc.frontend.architecture import refusal
 from llmc.frontend.checkpoint import Checkpoint, TensorInfo
 from llmc.frontend.merged import Merged, add_part, merged_recipes
 from llmc.frontend.text_part import left_out, text_tensors
-from llmc.kernels.weights import Stored, WeightRef
+from llmc.kernels.weights import Stored, WeightRef, transposed
 
 _SHOWN = 3  # names in a message
 _FLOATS = ("F32", "F16", "BF16")
@@ -48,17 +48,27 @@ def match_parameters(
         "it is not complete, or of another architecture",
     )
     _refuse(where, "holds", _unexpected(ckpt, model, extra), "no parameter of the model answers to that name")
+    recipes = {name: _recipe(ckpt.tensors[tensor], model, name) for name, tensor in found.items()}
     wrong = [
         f"{found[name]} {list(ckpt.tensors[found[name]].shape)} (the configuration needs {list(shape)})"
         for name, shape in sorted(wanted.items())
-        if name in found and ckpt.tensors[found[name]].shape != shape
+        if name in found and recipes[name].shape != shape
     ]
     _refuse(where, "mis-shapes", wrong, "weights and config.json do not belong together")
     made = merged_recipes(ckpt, merged, wanted)
     used = [*found.values(), *(name for parts in merged.values() for name in parts.names)]
     typed = [f"{info.name} ({info.dtype})" for info in map(ckpt.tensors.__getitem__, used) if _not_float(info)]
     _refuse(where, "stores in an unsupported type", sorted(set(typed)), "convert it to F32, F16 or BF16")
-    return made | {name: Stored(wanted[name], tensor) for name, tensor in found.items()}
+    return made | recipes
+
+
+def _recipe(info: TensorInfo, model: Any, name: str) -> WeightRef:
+    """A tensor as the parameter has it: the matrix of a linear layer is transposed for a module that has it so."""
+    from transformers.pytorch_utils import Conv1D
+
+    stored = Stored(info.shape, info.name)
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return transposed(stored) if info.linear and isinstance(owner, Conv1D) else stored
 
 
 def _by_name(

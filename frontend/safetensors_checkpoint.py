@@ -18,13 +18,15 @@ import numpy.typing as npt
 from llmc.errors import UserError
 from llmc.frontend.checkpoint import TensorInfo
 from llmc.frontend.config import build_config, normalise_config, read_json
+from llmc.frontend.prequantized import find_quantised, take_settings
+from llmc.frontend.quantised import Quantised
+from llmc.frontend.raw_tensor import RawTensor
 from llmc.frontend.rawfile import RawFile, check_finite, row_range, sha256_of
-from llmc.frontend.safetensors_header import Stored, read_header
+from llmc.frontend.safetensors_header import read_header
 from llmc.frontend.text_part import text_config
 from llmc.kernels.codes import Codes
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_FLOATS: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 # Files beside the weights that can change the plan.
 TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt", "sentencepiece.bpe.model",
@@ -39,28 +41,34 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path, label: str, tell: Callable[[str], None] = lambda line: None) -> None:
         """`tell` gets a line about what is there and not used. Raises UserError for anything missing, malformed,
-        truncated, pickled or already quantised."""
+        truncated, pickled or quantised in an unsupported way."""
         self.path = path
         self.source_label = label
         _check_adapter(path, tell)
         if not (path / "config.json").is_file():
             raise UserError(f"{path} has no config.json: give the directory of a Hugging Face model, or a .gguf file")
-        whole = build_config(read_json(path / "config.json"), str(path / "config.json"))
+        raw = read_json(path / "config.json")
+        settings = take_settings(raw, str(path / "config.json"))
+        whole = build_config(raw, str(path / "config.json"))
         self._hf_config = text_config(whole, str(path / "config.json"))
         self.is_multimodal = self._hf_config is not whole
         self._files: list[RawFile] = []
+        self._quantised: dict[str, Quantised] = {}
+        used: set[str] = set()
         try:
             self._stored = self._read_headers(find_weights(path))
+            if settings is not None:
+                self._quantised, used = find_quantised(settings, self._stored, str(path / "config.json"))
         except BaseException:
             self.close()
             raise
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(name, stored.shape, stored.dtype) for name, (_, stored) in sorted(self._stored.items())
-        }
+        plain = {name: TensorInfo(name, t.shape, t.dtype) for name, t in self._stored.items() if name not in used}
+        quantised = {name: TensorInfo(name, q.full_shape, q.kind, q.grid, True) for name, q in self._quantised.items()}
+        self.tensors: Mapping[str, TensorInfo] = dict(sorted((plain | quantised).items()))
 
-    def _read_headers(self, weights: dict[str, set[str] | None]) -> dict[str, tuple[RawFile, Stored]]:
+    def _read_headers(self, weights: dict[str, set[str] | None]) -> dict[str, RawTensor]:
         """Every tensor of every shard; a shard must hold exactly what the index says of it."""
-        found: dict[str, tuple[RawFile, Stored]] = {}
+        found: dict[str, RawTensor] = {}
         for shard, listed in weights.items():
             file = RawFile(self.path / shard)
             self._files.append(file)
@@ -70,10 +78,10 @@ class SafetensorsCheckpoint:
             for name, stored in tensors.items():
                 if name in found:
                     raise UserError(
-                        f"tensor {name} is stored twice, in {found[name][0].path.name} and {shard} "
+                        f"tensor {name} is stored twice, in {found[name].file.path.name} and {shard} "
                         f"of {self.path}: remove one"
                     )
-                found[name] = (file, stored)
+                found[name] = RawTensor(name, file, stored)
         return found
 
     @cached_property
@@ -91,20 +99,19 @@ class SafetensorsCheckpoint:
         return copy.deepcopy(self._hf_config)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.float32]:
-        file, stored = self._stored[name]
-        if stored.dtype not in _FLOATS:
-            raise UserError(
-                f"tensor {name} in {file.path} is stored as {stored.dtype}: only F32, F16 and BF16 are supported"
-            )
-        kind = np.dtype(_FLOATS[stored.dtype])
-        first, rows, width = row_range(name, stored.shape, start, stop)
-        raw = file.read(stored.begin + first * width * kind.itemsize, rows * width * kind.itemsize).view(kind)
-        values = _widen(raw, stored.dtype).reshape((rows, *stored.shape[1:]) if stored.shape else ())
-        check_finite(values, name, file.path)
+        if (quantised := self._quantised.get(name)) is not None:
+            first, rows, _ = row_range(name, quantised.full_shape, start, stop)
+            values = quantised.values(first, first + rows)
+            check_finite(values, name, quantised.scales.file.path)
+            return values
+        tensor = self._stored[name]
+        values = tensor.floats(start, stop)
+        check_finite(values, name, tensor.file.path)
         return values
 
     def codes(self, name: str, start: int, stop: int) -> Codes | None:
-        return None
+        quantised = self._quantised.get(name)
+        return None if quantised is None else quantised.codes(start, stop)
 
     @cached_property
     def digest(self) -> str:
@@ -138,13 +145,6 @@ def _check_adapter(path: Path, tell: Callable[[str], None]) -> None:
         f"{path} holds an adapter (adapter_config.json) and not the model that it changes: merge it into {base} with "
         "peft (merge_and_unload, then save_pretrained) and build the result"
     )
-
-
-def _widen(raw: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
-    """Stored values as float32; a bfloat16 is the upper half of the float32 of the same value."""
-    if dtype == "BF16":
-        return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return raw.astype(np.float32, copy=False)
 
 
 def find_weights(path: Path) -> dict[str, set[str] | None]:

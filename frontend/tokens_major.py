@@ -21,7 +21,7 @@ from llmc.frontend.export import ATTENTION, ExportedModel
 from llmc.frontend.row_ops import IN_PLACE, ROW_OPS, row_op
 from llmc.kernels import ops
 from llmc.kernels.experts import DOWN, UP
-from llmc.kernels.weights import Affine, Item, Transposed, WeightRef, weight_name
+from llmc.kernels.weights import Affine, Item, WeightRef, transposed, weight_name
 
 aten = torch.ops.aten
 _IDENTITY = {aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
@@ -177,7 +177,7 @@ class _Importer:
             return result
         refs = [self.values[a] for a in node.all_input_nodes if isinstance(self.values[a], WeightRef)]
         if target in (aten.transpose.int, aten.t.default, aten.permute.default) and len(refs[0].shape) == 2:
-            return Transposed(refs[0].shape[::-1], refs[0])
+            return transposed(refs[0])
         if target in (aten.add.Tensor, aten.mul.Tensor) and len(refs) == 1:
             other = next(a for a in node.args if not (isinstance(a, fx.Node) and self.values[a] is refs[0]))
             value = float(self.values[other]) if isinstance(other, fx.Node) else float(other)
@@ -363,7 +363,7 @@ class _Importer:
         ref = self.values[w]
         if not isinstance(ref, WeightRef):
             self.refuse(node, "a matrix product of two activations")
-        weight = self.weight(Transposed(ref.shape[::-1], ref))
+        weight = self.weight(transposed(ref))
         return self.graph.call_function(aten.linear.default, (self.operand(x), weight, bias))
 
     def attention(self, node: fx.Node) -> Any:

@@ -92,6 +92,8 @@ def grid_codes(q: npt.NDArray[np.integer], scale: Array, minimum: Array | None, 
     """Codes of a grid whose scales [n, G], and minima, are float32: rounded to float16, or None where float16 does not
     hold them: one is not finite, or the rounding is more than a thousandth of the row's largest."""
     halves: list[Float16] = []
+    if minimum is None:
+        scale = np.where((q != 0).any(axis=-1), scale, np.float32(0))  # a group of zeros has any scale
     for values in (scale,) if minimum is None else (scale, minimum):
         with np.errstate(over="ignore", invalid="ignore"):
             half = values.astype(np.float16)

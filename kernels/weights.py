@@ -208,6 +208,11 @@ class Item(WeightRef):
         return f"item({self.of.describe()}, {self.index})"
 
 
+def transposed(ref: WeightRef) -> WeightRef:
+    """The transpose of a 2-D weight; that of a transpose is the weight itself."""
+    return ref.of if isinstance(ref, Transposed) else Transposed((ref.shape[1], ref.shape[0]), ref)
+
+
 def weight_name(ref: WeightRef) -> str:
     """What the graph calls the placeholder of a recipe; not unique."""
     return "w_" + "".join(c if c.isalnum() else "_" for c in ref.describe())[:80]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from frontend_builders import meta_model, tiny_gguf
+from quantised_builders import quantised_llama
 from tiny_engines import Sequences
 
 from llmc.build import BuildOptions, build
@@ -136,3 +137,28 @@ def test_a_mixed_gguf_as_stored(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert plan.manifest["accuracy"]["mean_kl"] <= 0.003
     assert (tmp_path / "x.plan").stat().st_size <= 1.15 * model.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "format", "kept"),
+    [
+        ("GPTQ", "GPTQ int4", "w4", True), ("AWQ", "AWQ int4", "w4", True),
+        ("GPTQ act-order", "GPTQ int4, act-order", "w8", False), ("GPTQ int8", "GPTQ int8", "w8", False),
+        ("packed int4", "compressed-tensors int4", "w4", True), ("int8", "compressed-tensors int8", "w8", True),
+        ("NVFP4", "compressed-tensors NVFP4", "w8", False), ("FP8", "FP8", "w8", False),
+        ("MXFP4", "MXFP4", "w8", True),
+    ],
+)  # fmt: skip
+def test_a_quantised_directory_keeps_its_grids(tmp_path: Path, name: str, stored: str, format: str, kept: bool) -> None:
+    model = tmp_path / "model"
+    quantised_llama(model, name)
+    plan, log = built(model, tmp_path / "x.plan")
+    assert plan.manifest["provenance"]["quantised_weights"] == [
+        {"stored": stored, "format": format, "weights": 14, "codes_kept": kept}
+    ]
+    verb = "taken as stored" if kept else "not on a grid of the format, rounded to it"
+    assert f"quantised weights {verb}: 14 {stored} in {format}" in log.stages
+    found = {w["name"]: w["format"] for w in plan.manifest["weights"] if len(w["shape"]) == 2}
+    assert {f for n, f in found.items() if "_proj" in n} == {format}
+    assert {f for n, f in found.items() if "_proj" not in n} == {"w8"}, "embedding and head are not quantised"
+    stays_near(model, plan, tmp_path)

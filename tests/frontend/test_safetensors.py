@@ -310,8 +310,8 @@ CONFIGS = {
     "unknown": ('{"model_type": "zorg"}', "'zorg' is unknown"),
     "remote": ('{"model_type": "zorg", "auto_map": {"AutoConfig": "evil.X"}}', "remote code is never run"),
     "quantised": (
-        '{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}',
-        "quantised .gptq",
+        '{"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes"}}',
+        "quantised with bitsandbytes, which is not supported: give",
     ),
     "nonsense": ('{"model_type": "llama", "hidden_size": "wide"}', "not a valid llama configuration"),
 }
