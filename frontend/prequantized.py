@@ -93,17 +93,20 @@ def _method(settings: Settings, where: str) -> _Method:
     method = _METHODS.get(name.lower())
     if method is None:
         raise _unsupported(where, name)
-    variants = [str(settings[key]).lower() for key in ("checkpoint_format", "format", "version") if settings.get(key)]
+
+    def variants(*keys: str) -> list[str]:
+        return [str(settings[key]).lower() for key in keys if settings.get(key)]
+
     if method is _METHODS["gptq"]:
         if settings.get("is_marlin_format"):
             raise _unsupported(where, "GPTQ in marlin's layout")
-        _one_of(variants[:1], ("gptq", "gptq_v2"), "GPTQ", where)
+        _one_of(variants("checkpoint_format", "format")[:1], ("gptq", "gptq_v2"), "GPTQ", where)
         _one_of([str(settings["bits"])] if "bits" in settings else [], ("4", "8"), "GPTQ with bits =", where)
     elif method is _METHODS["awq"]:
-        _one_of(variants, ("gemm",), "AWQ", where)
+        _one_of(variants("version", "checkpoint_format", "format"), ("gemm",), "AWQ", where)
         _one_of([str(settings.get("bits", settings.get("w_bit", 4)))], ("4",), "AWQ with bits =", where)
     elif method is _METHODS["compressed-tensors"]:
-        _check_compressed(settings, variants, where)
+        _check_compressed(settings, variants("format"), where)
     return method
 
 
@@ -125,8 +128,8 @@ _COMPRESSED = (
 )  # fmt: skip
 
 
-def _check_compressed(settings: Settings, variants: list[str], where: str) -> None:
-    formats = variants[:1] + [str(group["format"]) for group in _groups(settings) if group.get("format")]
+def _check_compressed(settings: Settings, formats: list[str], where: str) -> None:
+    formats += [str(group["format"]) for group in _groups(settings) if group.get("format")]
     _one_of(formats, _COMPRESSED, "compressed-tensors", where)
     for key, what in (("sparsity_config", "sparsity"), ("transform_config", "transforms")):
         value = settings.get(key)

@@ -107,7 +107,7 @@ class Companions:
         if tensor is None:
             beside = next(iter(self.tensors.values()))
             raise UserError(
-                f"{beside} has no {suffix} beside it for {self.module}, which {self.method} needs: "
+                f"{beside} has no {suffix} beside it for {self.module[:200]}, which {self.method} needs: "
                 "fetch the checkpoint again"
             )
         shaped = shape is None or (
@@ -124,7 +124,7 @@ class Companions:
 
     def refuse(self, why: str) -> UserError:
         """The error of a module that cannot be taken."""
-        return UserError(f"{self.method}: {self.module} in {next(iter(self.tensors.values())).file.path} {why}")
+        return UserError(f"{self.method}: {self.module[:200]} in {next(iter(self.tensors.values())).file.path} {why}")
 
 
 def group_order(parts: Companions, g_idx: RawTensor, groups: int, group: int) -> npt.NDArray[np.int64] | None:

@@ -40,7 +40,7 @@ class RawTensor:
         return self.stored.shape
 
     def __str__(self) -> str:
-        return f"tensor {self.name} in {self.file.path}"
+        return f"tensor {self.name[:200]} in {self.file.path}"
 
     def rows(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
         """Rows start:stop along the first dimension in the stored type; of a scalar [] the value."""

@@ -215,6 +215,15 @@ def test_a_level_that_is_no_number_is_refused(tmp_path: Path) -> None:
         open_dir(tmp_path).read(PROJECTION, 0, 1)
 
 
+def test_a_format_has_its_own_names_for_its_variants(tmp_path: Path) -> None:
+    """compressed-tensors' version is that of the library, AutoAWQ's the layout."""
+    for name, more in (("packed int4", {"version": "0.10.2"}), ("AWQ", {"version": "GEMM", "format": "gemm"}),
+                       ("GPTQ", {"format": "gptq", "version": "1.0"})):  # fmt: skip
+        quantised_llama(tmp_path, name)
+        configure(tmp_path, quantization_config=FORMATS[name][0] | more)
+        open_dir(tmp_path).close()
+
+
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised with bitsandbytes"),
     "HQQ": ({"quant_method": "hqq"}, "quantised with hqq"),

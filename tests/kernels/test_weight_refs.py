@@ -21,6 +21,7 @@ from llmc.kernels.weights import (
     item,
     rows,
     stacked,
+    transposed,
     unzip_heads,
 )
 
@@ -93,6 +94,15 @@ def test_recipes_are_equal_by_value_only() -> None:
     assert make(2.0, 1) == make(2.0, 1) and hash(make(2.0, 1)) == hash(make(2.0, 1))
     assert len({make(2.0, 1), make(2.0, 1), make(2.0, 2), make(3.0, 1), A, B, Zeros((6, 5)), Zeros((5, 6))}) == 7
     assert Stored((6, 5), "a") != Stored((5, 6), "a")
+
+
+def test_a_recipe_names_the_tensors_it_comes_from() -> None:
+    nested = concat((Affine((6, 5), A, 2.0, 1.0), Rows((1, 5), B, 0), Zeros((2, 5)), Transposed((9, 5), T)))
+    assert nested.tensors() == ("a", "b", "t") and Zeros((4,)).tensors() == ()
+
+
+def test_the_transpose_of_a_transpose_is_the_weight() -> None:
+    assert transposed(T) == Transposed((9, 5), T) and transposed(transposed(T)) is T
 
 
 def test_descriptions_tell_recipes_apart() -> None:
