@@ -8,6 +8,7 @@ constants alone are evaluated. What is left is aten on tokens-major values plus 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -63,6 +64,7 @@ class _Importer:
         self.last_input = self.inputs[INPUTS[-1]]
         """the input after which the next weight goes"""
         self.num_constants = 0
+        self.joins: dict[tuple[Any, int], fx.Node] = {}
 
     def run(self) -> fx.Graph:
         self.exported.graph.eliminate_dead_code()
@@ -245,7 +247,19 @@ class _Importer:
         if int(dim) % len(shape) not in _kept_dims(shape) and index == 0:
             return self.values[source]
         d = self.mapped_dim(node, shape, int(dim))
-        return self.graph.call_function(aten.select.int, (self.operand(source), d, index))
+        inner = _tokens_major(shape)
+        width, first = math.prod(inner[d + 1 :]), int(index) % inner[d]
+        x = self.joined(self.operand(source), inner, d)
+        part = self.slice_node(x, d, first * width, (first + 1) * width)
+        part.meta["path"] = module_path(node)
+        return part if len(inner) == d + 2 else self.reshape(part, _tokens_major(_shape(node)))
+
+    def joined(self, x: fx.Node, shape: list[int], dim: int) -> fx.Node:
+        """x with the dimensions from dim on as one; the same node for all that ask for it."""
+        base = x.args[0] if x.target is aten.view.default else x
+        if (base, dim) not in self.joins:
+            self.joins[base, dim] = self.reshape(base, [*shape[:dim], math.prod(shape[dim:])])
+        return self.joins[base, dim]
 
     def slice(self, node: fx.Node) -> Any:
         source, dim, start, stop = (*node.args, *(0, 0, None, _BIG)[len(node.args) :])[:4]

@@ -28,6 +28,7 @@ from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.export import build_meta_model, export_model
 from llmc.frontend.open import match_parameters, open_checkpoint
 from llmc.frontend.source import resolve
+from llmc.frontend.text_part import left_out
 from llmc.frontend.tokenizer import TokenizerAssets, check_vocabulary, load_tokenizer
 from llmc.frontend.tokens_major import import_graph
 from llmc.kernels.formats import BF16, F32, W4, W8, Format
@@ -248,6 +249,8 @@ class _Build:
     def export(self, model: Any) -> fx.Graph:
         recipes = match_parameters(self.checkpoint, model, self.progress.stage)
         exported = export_model(model)
+        if unused := left_out(dict(model.named_parameters()), exported.parameters.values()):
+            self.progress.stage(f"no text goes through these weights, which are left out: {unused}")
         return import_graph(exported, recipes)
 
     def lower(self, graph: fx.Graph, config: Any, keep_exact: bool) -> PipelineReport:

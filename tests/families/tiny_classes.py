@@ -16,6 +16,8 @@ from torch import fx
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers import logging as transformers_logging
 
+from llmc.codegen.backend import CPU
+from llmc.codegen.weights import WeightTable
 from llmc.errors import UserError
 from llmc.frontend.architecture import check_config_kind
 from llmc.frontend.checkpoint import Checkpoint
@@ -142,7 +144,7 @@ def _two_layers(default: dict[str, Any]) -> dict[str, Any]:
 def outcome(model_type: str, directory: Path) -> str:
     """What becomes of a tiny checkpoint of a class: "works" with the logits of transformers, or why it is refused.
 
-    The frontend and the passes are those of a build; nothing is compiled. directory: an empty one for the checkpoint.
+    The stages are those of a build up to the compiler. directory: an empty one for the checkpoint.
     """
     config = tiny_class_config(model_type)
     try:
@@ -151,6 +153,7 @@ def outcome(model_type: str, directory: Path) -> str:
         checkpoint = open_checkpoint(Source(directory, "dir", model_type))
         try:
             graph = lowered(checkpoint)
+            CPU.select(graph, WeightTable(), None)  # the C++ of the step is generated too, and not compiled
             return _compared(graph, checkpoint.read, model)
         finally:
             checkpoint.close()

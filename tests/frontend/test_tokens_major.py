@@ -78,12 +78,20 @@ def _rotate(m: Any, x: Tensor, p: Tensor) -> Tensor:
     return _rejoin(torch.cat([-heads[..., 3:], heads[..., :3]], -1))
 
 
+def _turn(heads: Tensor) -> Tensor:
+    return torch.stack([-heads[..., 1::2], heads[..., ::2]], -1).flatten(-2)
+
+
 BODIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "transposed heads": lambda m, x, p: _rejoin(_heads(x) * 2),
     "permuted heads": lambda m, x, p: _heads(x).permute(0, 2, 1, 3).flatten(2),
     "split, chunk and cat": _split,
     "halves of heads": _rotate,
     "one of three": lambda m, x, p: x.view(1, -1, 3, 8)[:, :, 1],
+    "the second of three in every head": lambda m, x, p: (x.view(1, -1, 4, 3, 2)[..., 1, :] * 2).flatten(2),
+    "neighbours in every head": lambda m, x, p: _rejoin(_turn(_heads(x))),
+    "each feature twice": lambda m, x, p: x[..., :12].repeat_interleave(2, dim=-1) + x,
+    "squares": lambda m, x, p: x.square(),
     "a feature swap": lambda m, x, p: x.view(1, -1, 4, 6).transpose(2, 3),
     "an empty part": lambda m, x, p: torch.cat([x[..., :0], x], -1),
     "mean of squares": lambda m, x, p: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5),
