@@ -57,6 +57,14 @@ def no_quantizer(ref: WeightRef, format: Format, rows: Array) -> Codes | None:
     return None
 
 
+def quantised_rows(
+    reader: Reader, quantizer: Quantizer, ref: WeightRef, format: Format, start: int = 0, stop: int | None = None
+) -> Codes:
+    """Rows of a matrix in a format with groups, from their values."""
+    rows = ref.read(reader, start, stop)
+    return quantizer(ref, format, rows) or pack.quantize_rows(format, rows)
+
+
 @dataclass
 class WeightTable:
     """The weights segment under construction. Equal recipes in the same layout are stored once.

@@ -58,7 +58,7 @@ class Body:
 
     def logits(self, rows_per_run: int) -> Iterator[Tensor]:
         """The logits of `rows` in blocks [<= rows_per_run, V]."""
-        tail = _downstream(self.graph, "rows")
+        tail = downstream(self.graph, "rows")
         kept: dict[fx.Node, Tensor] = {}
         for block in self.rows.split(rows_per_run):
             yield self._logits(block, tail, kept)
@@ -87,9 +87,9 @@ def run_body(
 ) -> Body:
     """Runs what does not depend on `rows`; inputs as for `run_graph`. `done` is called after each node, `watch` with
     every linear and its input [T, K] before it runs. dtype: of weights, and so of what is computed."""
-    tail = _downstream(graph, "rows")
+    tail = downstream(graph, "rows")
     values: dict[fx.Node, Any] = {}
-    last_use = {a: n for n in graph.nodes for a in n.all_input_nodes}
+    last_use = last_uses(graph)
     for node in graph.nodes:
         if node.op == "placeholder" and not is_weight(node):
             values[node] = inputs.get(node.name)
@@ -104,12 +104,23 @@ def run_body(
     return Body(graph, reader, inputs["rows"], values)
 
 
-def _downstream(graph: fx.Graph, name: str) -> set[fx.Node]:
+def downstream(graph: fx.Graph, name: str) -> set[fx.Node]:
+    """The input of a name and every node that depends on it."""
     found = {n for n in graph.nodes if n.op == "placeholder" and n.name == name}
     for node in graph.nodes:
         if any(a in found for a in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The last node that needs the value of each."""
+    return {a: n for n in graph.nodes for a in n.all_input_nodes}
+
+
+def evaluate(node: fx.Node, values: dict[fx.Node, Any], reader: Reader) -> Any:
+    """The value of a node from those of its inputs; weights are loaded."""
+    return _call(node, values, reader, {})
 
 
 def _call(

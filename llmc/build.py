@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import platform
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import fx
 
-from llmc import accuracy, calibration
+from llmc import accuracy, budget, calibration
+from llmc.build_options import BuildOptions, pass_context
 from llmc.codegen.backend import BACKENDS, CPU, Backend, Code, backend_of, parse_targets
 from llmc.codegen.cpu.compile import stopped_compilers
 from llmc.codegen.plan_writer import PlanWriter
-from llmc.codegen.weights import WeightTable, no_quantizer
+from llmc.codegen.weights import WeightTable, no_quantizer, quantised_rows
 from llmc.errors import UserError
 from llmc.files import check_output
 from llmc.frontend.checkpoint import Checkpoint
@@ -31,8 +32,8 @@ from llmc.frontend.source import resolve
 from llmc.frontend.text_part import left_out
 from llmc.frontend.tokenizer import TokenizerAssets, check_vocabulary, load_tokenizer
 from llmc.frontend.tokens_major import import_graph
-from llmc.kernels.formats import BF16, F32, W4, W8, Format
-from llmc.kernels.weights import Reader
+from llmc.kernels.formats import W4, W8, Format
+from llmc.kernels.weights import Reader, WeightRef
 from llmc.kv_page import PAGE_SIZE
 from llmc.manifest import (
     DATA,
@@ -50,13 +51,8 @@ from llmc.runtime.cpu.targets import runnable_targets
 from llmc.runtime.detokenizer import TextCodec
 from llmc.runtime.template_process import probe_template
 from llmc.runtime.threads import default_threads
+from llmc.sensitivity import units_of
 from llmc.stored import stored_lines, stored_weights
-
-PRECISIONS = {"fp32": (F32, F32, "f32"), "bf16": (BF16, BF16, "bf16"), "int8": (W8, W8, "bf16"),
-              "int4": (W4, W8, "bf16")}  # fmt: skip
-"""precision -> (format of linears, format of head and token embedding, KV dtype)"""
-KV_DTYPES = {"fp32": "f32", "bf16": "bf16", "int8": "int8"}
-"""--kv-cache-dtype -> KV dtype"""
 
 
 class Progress(Protocol):
@@ -65,33 +61,6 @@ class Progress(Protocol):
     def stage(self, name: str) -> None: ...
 
     def bar(self, name: str, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]: ...
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """The flags of `llmc build`; see its help. targets: names as the user wrote them, () is DEFAULT_TARGETS.
-
-    precision: None is as stored, and int8 for what is not quantised. as_stored: True keeps every grid of a quantised
-    checkpoint in the format that holds it, False quantises its values, None keeps grids where the precision that was
-    asked for holds them.
-    """
-
-    precision: str | None = None
-    as_stored: bool | None = None
-    weight_only: bool = False
-    kv_cache_dtype: str | None = None
-    targets: tuple[str, ...] = ()
-    max_model_len: int | None = None
-    check_passes: bool = False
-    dump_ir: Path | None = None
-    evaluate: bool = True
-    eval_text: Path | None = None
-    max_kl: float | None = None
-    calibrate: bool = True
-    calibration_text: Path | None = None
-    sha256: str | None = None
-    revision: str | None = None
-    cxx: str | None = None
 
 
 def build(model: str, output: Path, options: BuildOptions, progress: Progress) -> dict[str, Any]:
@@ -118,19 +87,6 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress) -
         checkpoint.close()
 
 
-def pass_context(options: BuildOptions, grids: Mapping[str, Format] | None = None) -> PassContext:
-    """grids: of the checkpoint's quantised tensors. Raises UserError for flags that do not go together."""
-    body, head, kv = PRECISIONS[options.precision or "int8"]
-    if options.weight_only:
-        weights, head_weights = body.weight_only, head.weight_only
-        if weights is None or head_weights is None:
-            raise UserError("--weight-only: needs --int8 or --int4; other weights are not quantised")
-        body, head = weights, head_weights
-    kept = options.precision is None if options.as_stored is None else options.as_stored
-    kv = KV_DTYPES[options.kv_cache_dtype] if options.kv_cache_dtype else kv
-    return PassContext(body, head, kv, (grids or {}) if kept else {})
-
-
 class _Build:
     """One build; every method is a stage."""
 
@@ -149,6 +105,8 @@ class _Build:
         quantised = any(info.grid is not None for info in checkpoint.tensors.values())
         self.codes = checkpoint.codes if quantised and options.as_stored is not False else None
         self.measured_on = self._measuring_target()
+        self.calibration: calibration.Calibration | None = None
+        self.budget: budget.Choice | None = None
 
     def _measuring_target(self) -> str | None:
         """The CPU target whose code the accuracy report runs. A plan whose code does not run here, for GPUs or another
@@ -176,6 +134,9 @@ class _Build:
         text = self.calibration_text(assets, config)
         self.progress.stage("export")
         graph = self.export(model)
+        if self.options.max_weight_bytes is not None:
+            measured = tokens or (text or calibration.choose_text(None, assets, int(config.vocab_size))).tokens
+            self.context = replace(self.context, choose=lambda exact: self.choose_formats(exact, text, measured))
         report = self.lower(graph, config, keep_exact=tokens is not None or text is not None)
         self.calibrate(report.exact, text)
         table = WeightTable()
@@ -232,19 +193,7 @@ class _Build:
             return None
         if not runnable_targets():
             raise UserError("no target of llmc runs on this machine, so it cannot calibrate; add --no-calibration")
-        path, name = options.calibration_text or DATA / "calibration.txt", "llmc/data/calibration.txt"
-        if assets is None:
-            if options.calibration_text is not None:
-                raise UserError(f"--calibration {path}: the checkpoint has no tokenizer to read a text with")
-            return calibration.random_text(int(config.vocab_size))
-        encode = TextCodec(assets.tokenizer_json).encode
-        try:
-            text = calibration.read_text(path, name if options.calibration_text is None else path.name, encode)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--calibration {path}: cannot be read as UTF-8 text: {error}") from error
-        if not text.tokens:
-            raise UserError(f"--calibration {path}: is empty")
-        return text
+        return calibration.choose_text(options.calibration_text, assets, int(config.vocab_size))
 
     def export(self, model: Any) -> fx.Graph:
         recipes = match_parameters(self.checkpoint, model, self.progress.stage)
@@ -260,11 +209,24 @@ class _Build:
         return run_pipeline(graph, self.context, probe, self.options.dump_ir, keep_exact)
 
     def calibrate(self, graph: fx.Graph | None, text: calibration.Text | None) -> None:
-        """Sets `calibration`."""
-        self.calibration: calibration.Calibration | None = None
-        if graph is not None and text is not None:
+        """Sets `calibration`, if it is not set yet."""
+        if graph is not None and text is not None and self.calibration is None:
             with self.progress.bar("calibrate", accuracy.layers(graph), "layer") as advance:
                 self.calibration = calibration.collect(graph, self.reader, text, self.max_model_len, lambda: advance(1))
+
+    def choose_formats(
+        self, graph: fx.Graph, text: calibration.Text | None, tokens: Sequence[int]
+    ) -> Mapping[WeightRef, Format]:
+        """The formats of linears within --max-weight-bytes; sets `budget`. tokens: to measure on."""
+        self.calibrate(graph, text)
+        quantizer = self.calibration.quantize if self.calibration else no_quantizer
+        with self.progress.bar("measure linears", len(units_of(graph)), "linear") as advance:
+            self.budget = budget.decide(
+                graph, self.reader, budget.windows_of(tokens, self.max_model_len),
+                lambda ref, format: quantised_rows(self.reader, quantizer, ref, format).values(),
+                (W4, W8, self.context.head_format), self.options.max_weight_bytes or 0, lambda: advance(1),
+            )  # fmt: skip
+        return self.budget.formats
 
     def select(self, graph: fx.Graph, table: WeightTable) -> dict[Backend, Code]:
         """What every backend with a part in this build makes of the graph; all read one set of weights."""
@@ -345,6 +307,8 @@ class _Build:
 
     def precision(self) -> str:
         """What the plan calls its precision."""
+        if self.budget is not None:
+            return "int4 and int8"
         asked = self.options.precision or "int8"
         named = f"as stored, else {asked}" if self.context.grids else asked
         return named + (" weight-only" if self.options.weight_only else "")
@@ -380,6 +344,7 @@ class _Build:
             "generation_config": generation_section(self.checkpoint.generation_config),
             "weights": [weight_section(e) for e in table.entries],
             "memory": memory,
+            "budget": self.budget.manifest() if self.budget else None,
             "calibration": self.calibration.text.manifest() if self.calibration else None,
             "accuracy": accuracy_section(result, self.options.eval_text),
             "provenance": provenance_section(self.checkpoint, report, self.options.cxx, tools, self.stored),

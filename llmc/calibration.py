@@ -21,13 +21,17 @@ import torch
 from torch import Tensor, fx
 
 from llmc.codegen.grid_search import search_grids
+from llmc.errors import UserError
+from llmc.frontend.tokenizer import TokenizerAssets
 from llmc.kernels.codes import Array, Codes
 from llmc.kernels.dialect import OPS
 from llmc.kernels.formats import W4, Format
 from llmc.kernels.interpret import run_body
 from llmc.kernels.ops import Linear
 from llmc.kernels.weights import Reader, WeightRef
+from llmc.runtime.detokenizer import TextCodec
 
+_SHIPPED = Path(__file__).parent / "data" / "calibration.txt"
 WINDOW = 512
 """Tokens of a sequence; a window sees nothing of those before it."""
 MAX_TOKENS = 2048
@@ -65,6 +69,25 @@ def read_text(path: Path, name: str, encode: Callable[[str], list[int]]) -> Text
     """The first MAX_TOKENS of a file in UTF-8. Raises OSError or UnicodeDecodeError when it cannot be read."""
     data = path.read_bytes()
     return Text(tuple(encode(data.decode("utf-8"))[:MAX_TOKENS]), name, hashlib.sha256(data).hexdigest())
+
+
+def choose_text(path: Path | None, assets: TokenizerAssets | None, vocab_size: int) -> Text:
+    """The text of --calibration, or the one that ships; random ids where there is no tokenizer to read it with.
+
+    Raises UserError when the user's text cannot be read.
+    """
+    if assets is None:
+        if path is not None:
+            raise UserError(f"--calibration {path}: the checkpoint has no tokenizer to read a text with")
+        return random_text(vocab_size)
+    encode = TextCodec(assets.tokenizer_json).encode
+    try:
+        text = read_text(path or _SHIPPED, "llmc/data/calibration.txt" if path is None else path.name, encode)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--calibration {path}: cannot be read as UTF-8 text: {error}") from error
+    if not text.tokens:
+        raise UserError(f"--calibration {path}: is empty")
+    return text
 
 
 @dataclass(frozen=True)

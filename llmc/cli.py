@@ -138,6 +138,11 @@ def main() -> None:
 )
 @click.option("--max-kl", type=float, callback=_finite, help="Fail when the mean KL against float32 is above this.")
 @click.option(
+    "--max-weight-bytes",
+    type=size,
+    help="Choose 4 or 8 bits for every linear so that all weights fit, e.g. 90M, and least is lost.",
+)
+@click.option(
     "--calibration",
     "calibration_text",
     type=click.Path(path_type=Path),
@@ -177,8 +182,9 @@ def build(
         from llmc.frontend.precheck import check_local
 
         check_local(model)  # a bad model is refused now, not after seconds of imports
-        from llmc.build import BuildOptions, peak_memory
         from llmc.build import build as run_build
+        from llmc.build import peak_memory
+        from llmc.build_options import BuildOptions
     from llmc.progress import TerminalProgress
 
     options = BuildOptions(evaluate=not no_eval, calibrate=not no_calibration, **flags)

@@ -4,6 +4,7 @@ linear(…, format=f32)  ->  linear(…, format=body_format); the head (it makes
 moe(…, format=f32)     ->  body_format; the linear that makes a router's logits stays float32: it is small, and a
                            rounding that moves a choice moves all that an expert adds
 embed(tokens, …)       ->  head_format, so that a tied table is stored once; position tables stay float32
+`PassContext.choose` may give single linears another format (llmc/budget.py).
 Where a weight keeps the grid that its checkpoint stores it on, that grid's format comes instead (`format_of`).
 """
 
@@ -21,12 +22,14 @@ from llmc.passes.result import PassContext, PassResult
 
 def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     count, skipped = 0, []
+    chosen = ctx.choose(graph) if ctx.choose is not None else {}
     for node in calls(graph, OPS["linear"]):
         linear = Linear.of(node)
         if any(_makes_router_logits(node, user) for user in node.users):
             skipped.append((node.name, "a router stays float32"))
             continue
-        format = format_of(weight(linear.weight), ctx.head_format if _reads_rows(linear.x) else ctx.body_format, ctx)
+        ref, asked = weight(linear.weight), ctx.head_format if _reads_rows(linear.x) else ctx.body_format
+        format = format_of(ref, asked if ref is None else chosen.get(ref, asked), ctx)
         node.args = linear.evolve(format=format).args
         count += format is not F32
     for node in calls(graph, OPS["moe"]):

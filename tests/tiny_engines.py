@@ -15,7 +15,7 @@ import numpy as np
 from families import own_weights, tiny_config, tiny_model
 from torch import fx
 
-from llmc.build import PRECISIONS as BUILT
+from llmc.build_options import PRECISIONS as BUILT
 from llmc.codegen.cpu.compile import compile_unit
 from llmc.codegen.cpu.emit import call_text, emit_unit
 from llmc.codegen.cpu.program import Program, select_kernels

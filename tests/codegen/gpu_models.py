@@ -11,7 +11,7 @@ from typing import Any
 from families import own_weights
 from transformers import AutoConfig
 
-from llmc.build import PRECISIONS
+from llmc.build_options import PRECISIONS
 from llmc.codegen.triton.launch import GpuProgram
 from llmc.codegen.triton.select import select_launches
 from llmc.codegen.weights import WeightTable

@@ -20,7 +20,8 @@ import torch
 from families import FAMILIES, VOCAB, save_checkpoint, tiny_model
 from tiny_engines import Sequences
 
-from llmc.build import BuildOptions, build
+from llmc.build import build
+from llmc.build_options import BuildOptions
 from llmc.errors import UserError
 from llmc.runtime.cpu.executor import CpuExecutor, ExecutorConfig
 from llmc.runtime.plan import Plan
@@ -135,7 +136,8 @@ _IN_ANOTHER_PROCESS = """
 import sys
 from pathlib import Path
 from contextlib import nullcontext
-from llmc.build import BuildOptions, build
+from llmc.build import build
+from llmc.build_options import BuildOptions
 class Quiet:
     def stage(self, name): ...
     def bar(self, *about): return nullcontext(lambda amount: None)

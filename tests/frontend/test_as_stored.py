@@ -18,7 +18,8 @@ from frontend_builders import meta_model, tiny_gguf
 from quantised_builders import quantised_llama
 from tiny_engines import Sequences
 
-from llmc.build import BuildOptions, build
+from llmc.build import build
+from llmc.build_options import BuildOptions
 from llmc.frontend.open import match_parameters, open_checkpoint
 from llmc.frontend.source import resolve
 from llmc.runtime.cpu.executor import CpuExecutor, ExecutorConfig

@@ -14,7 +14,8 @@ from families import save_checkpoint, tiny_model
 from gpu_engines import Skipped
 from tokenizers import Tokenizer, models
 
-from llmc.build import BuildOptions, build
+from llmc.build import build
+from llmc.build_options import BuildOptions
 from llmc.errors import UserError
 from llmc.progress import TerminalProgress
 

@@ -19,7 +19,8 @@ from families import save_checkpoint, tiny_model
 from gpu_engines import Prompts, Skipped
 from gpu_rounds import Results, Workload
 
-from llmc.build import BuildOptions, build
+from llmc.build import build
+from llmc.build_options import BuildOptions
 from llmc.errors import UserError
 from llmc.progress import TerminalProgress
 
