@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from llmc.runtime.request import RequestError
+from llmc.runtime.request import EngineUnavailable, RequestError
 from llmc.runtime.server.http import dumps, error_object
 
 MAX_HEAD_BYTES = 2**16
@@ -33,7 +33,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
-            self._refuse(503, "the server has too many connections; try again later", "server_error")
+            message = "the server has too many connections; try again later"
+            self._refuse(503, EngineUnavailable(message, code="service_unavailable"))
         else:
             self._start_timer()
 
@@ -49,7 +50,7 @@ class Connection(HttpToolsProtocol):
         self._unparsed += len(data)
         super().data_received(data)
         if self._unparsed > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(431, f"the head of the request has more than {MAX_HEAD_BYTES} bytes")
+            self._refuse(431, RequestError(f"the head of the request has more than {MAX_HEAD_BYTES} bytes"))
 
     def on_headers_complete(self) -> None:
         self._unparsed = 0
@@ -63,7 +64,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
+        self._refuse(400, RequestError(msg))
 
     def _is_answered(self) -> bool:
         """Whether no answer is owed: what comes is a new request, or the rest of one that was answered early."""
@@ -74,23 +75,24 @@ class Connection(HttpToolsProtocol):
 
     def _timed_out(self) -> None:
         if not self.transport.is_closing():
-            self._refuse(408, f"the head of the request did not arrive within {HEAD_TIMEOUT:.0f} seconds")
+            message = f"the head of the request did not arrive within {HEAD_TIMEOUT:.0f} seconds"
+            self._refuse(408, RequestError(message))
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _refuse(self, status: int, message: str, kind: str = RequestError.kind) -> None:
+    def _refuse(self, status: int, error: RequestError) -> None:
         """Answers without the application and closes; only closes when an answer to an earlier request is under way."""
         self._stop_timer()
         if self._is_answered():
-            error = RequestError(message)
-            error.kind = kind
             body = dumps(error_object(error))
+            retry = b"" if error.retry_after is None else b"retry-after: %d\r\n" % error.retry_after
             self.transport.write(
                 STATUS_LINE[status]
                 + b"content-type: application/json\r\nconnection: close\r\n"
+                + retry
                 + b"content-length: %d\r\n\r\n" % len(body)
                 + body
             )

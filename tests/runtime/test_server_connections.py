@@ -115,7 +115,10 @@ def test_too_many_connections(server: Running, monkeypatch: pytest.MonkeyPatch) 
         for _ in range(5):
             stack.enter_context(_connect(server))
         time.sleep(0.1)
-        assert _error(_all(stack.enter_context(_connect(server))), 503)["type"] == "server_error"
+        answer = _all(stack.enter_context(_connect(server)))
+        error = _error(answer, 503)
+        assert (error["type"], error["code"]) == ("server_error", "service_unavailable")
+        assert b"retry-after: 5\r\n" in answer
 
 
 @pytest.mark.parametrize(
