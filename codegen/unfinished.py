@@ -6,11 +6,12 @@ nobody holds is of a dead build.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import tempfile
 from pathlib import Path
+
+from llmc.scratch import lock, remove_dead_directories
 
 log = logging.getLogger(__name__)
 MARK = b"LLMCPART"
@@ -19,14 +20,16 @@ _PATTERN = ".*.tmp"
 
 
 def open_unfinished(path: Path) -> tuple[int, str]:
-    """(file descriptor, name) of a new, locked and marked file beside `path`. Removes those of dead builds there.
+    """(file descriptor, name) of a new, locked and marked file beside `path`. Removes those of dead builds there, and
+    their directories in $TMPDIR.
 
     Raises OSError when the directory cannot be written.
     """
     remove_dead(path.absolute().parent)
+    remove_dead_directories()
     fd, name = tempfile.mkstemp(prefix=f".{path.name[:200]}.", suffix=".tmp", dir=path.absolute().parent)
     try:
-        _lock(fd)
+        lock(fd)
         os.write(fd, MARK)
         os.lseek(fd, 0, os.SEEK_SET)
     except BaseException:
@@ -44,19 +47,10 @@ def remove_dead(directory: Path) -> None:
         except OSError:
             continue  # gone, or not ours to touch
         try:
-            if os.read(fd, len(MARK)) == MARK and _lock(fd):
+            if os.read(fd, len(MARK)) == MARK and lock(fd):
                 path.unlink()
                 log.info("removed %s, which a killed build had left", path)
         except OSError as error:
             log.warning("%s: cannot be removed: %s", path, error)
         finally:
             os.close(fd)
-
-
-def _lock(fd: int) -> bool:
-    """Whether this process has the file to itself. Where a file system has no locks, nobody's file is dead."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

@@ -7,7 +7,6 @@ the metadata without the vocabulary, and the tensors' names without their data.
 from __future__ import annotations
 
 import struct
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from llmc.errors import UserError
 from llmc.frontend.config import quiet_transformers
 from llmc.frontend.gguf_header import GgufHeader
+from llmc.scratch import scratch_directory
 
 _LONG_ARRAY = 4096  # metadata arrays beyond this are vocabulary; no configuration reads them
 # Where "llama3" rope scaling changes over, the only values ever published; checked against the stored
@@ -48,8 +48,8 @@ def _by_transformers(header: GgufHeader, path: Path, architecture: str) -> dict[
     """What transformers' loader makes of the header copy."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
-        copy = Path(folder) / "header.gguf"
+    with scratch_directory() as folder, quiet_transformers():
+        copy = folder / "header.gguf"
         copy.write_bytes(_header_copy(header))
         try:
             return dict(load_gguf_checkpoint(str(copy), return_tensors=False)["config"])

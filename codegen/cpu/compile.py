@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -25,6 +24,7 @@ from llmc.cache import cache_dir
 from llmc.codegen import object_cache
 from llmc.errors import UserError
 from llmc.runtime.cpu.targets import Target
+from llmc.scratch import scratch_directory
 
 log = logging.getLogger(__name__)
 KERNEL_DIR = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
@@ -85,8 +85,7 @@ def _target_flags(target: Target, cxx: str | None) -> list[str]:
 
 def _run(command: list[str], source: str) -> bytes:
     """Compiles in a directory of its own with relative names, so that no path gets into the object."""
-    with tempfile.TemporaryDirectory(prefix="llmc-") as directory:
-        root = Path(directory)
+    with scratch_directory() as root:
         for name, text in kernel_headers().items():
             (root / name).write_bytes(text)
         (root / "step.cpp").write_text(source)

@@ -10,11 +10,12 @@ import importlib.util
 import re
 import struct
 import subprocess
-import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
+
+from llmc.scratch import scratch_directory
 
 _REGISTERS = re.compile(r"\bUsed (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -71,11 +72,10 @@ def _disassemble(code: bytes, capability: int) -> str:
     if not code:
         return ""
     machine = f"SM{capability}" + ("a" if capability >= 90 else "")  # as Triton calls ptxas
-    with tempfile.NamedTemporaryFile(prefix="llmc-") as file:
-        file.write(code)
-        file.flush()
+    with scratch_directory() as directory:
+        (directory / "code").write_bytes(code)
         done = subprocess.run(
-            [nvdisasm(), "-ndf", "-b", machine, file.name], capture_output=True, text=True, check=False
+            [nvdisasm(), "-ndf", "-b", machine, directory / "code"], capture_output=True, text=True, check=False
         )
     if done.returncode:
         raise RuntimeError(f"nvdisasm: {done.stderr[-500:]}")

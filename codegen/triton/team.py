@@ -16,6 +16,7 @@ from typing import Any
 
 import llmc
 from llmc.errors import UserError
+from llmc.scratch import scratch_directory
 
 _COMMAND = [sys.executable, "-m", "llmc.codegen.triton.worker"]
 # What changes the code that Triton or its tools make, or makes them print: workers run without.
@@ -34,8 +35,8 @@ class Team:
     """Workers, one for every thread that calls `compile` at the same time. To be used in a `with`."""
 
     def __init__(self) -> None:
-        # A worker that is killed may leave a tool behind that still writes
-        self._directory = tempfile.TemporaryDirectory(prefix="llmc-", ignore_cleanup_errors=True)
+        self._stack = contextlib.ExitStack()
+        self._directory = self._stack.enter_context(scratch_directory())
         self._all: list[_Worker] = []
         self._idle: list[_Worker] = []
         self._ended = False
@@ -48,7 +49,7 @@ class Team:
         self.kill()
         for worker in self._all:
             worker.close()
-        self._directory.cleanup()
+        self._stack.close()
 
     def kill(self) -> None:
         """Ends the workers; calls in progress raise, and later ones."""
@@ -70,7 +71,7 @@ class Team:
                 raise RuntimeError("the compilers of GPU kernels have ended")
             if self._idle:
                 return self._idle.pop()
-            self._all.append(_Worker(Path(self._directory.name)))
+            self._all.append(_Worker(self._directory))
             return self._all[-1]
 
 

@@ -83,16 +83,21 @@ def test_a_killed_build(checkpoint: Path, good: Path, tmp_path: Path, moment: st
         return any(p.stat().st_blocks * 512 >= enough for p in out.iterdir() if p.name != "engine.plan")
 
     # Another cache: the compiler has to run, and that gives time.
-    env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(temporary)}
     done = run_build(checkpoint, out / "engine.plan", *FLAGS, env=env, kill_when=begun)
     assert done.code == -9
+    _wait_for_the_compilers_of(temporary)  # which nobody told to end
+    assert moment == "first" or any(temporary.glob("llmc-*"))
     assert done.left.pop("engine.plan") == OLDER
     assert all(name.startswith(".") for name in done.left), done.left.keys()
     strangers = {".other.tmp": b"not ours", ".notes.LLMC.tmp": b""}
     for name, data in strangers.items():
         (out / name).write_bytes(data)
-    again = run_build(checkpoint, out / "engine.plan", *FLAGS)
+    again = run_build(checkpoint, out / "engine.plan", *FLAGS, env={"TMPDIR": str(temporary)})
     assert again.code == 0
+    assert list(temporary.iterdir()) == []
     assert again.left == strangers | {"engine.plan": good.read_bytes()}, "what the killed build left is gone"
 
 
@@ -114,6 +119,21 @@ def test_a_build_that_is_told_to_end(checkpoint: Path, good: Path, tmp_path: Pat
     commands = [Path(f"/proc/{p}/cmdline").read_bytes() for p in os.listdir("/proc") if p.isdigit() and _alive(p)]
     assert not any(str(tmp_path).encode() in command for command in commands)
     assert time.monotonic() - begun < 60
+
+
+def _wait_for_the_compilers_of(temporary: Path) -> None:
+    """Until no process works below a directory."""
+    deadline = time.monotonic() + 120
+    while any(_works_in(process, temporary) for process in os.listdir("/proc") if process.isdigit()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _works_in(process: str, directory: Path) -> bool:
+    try:
+        return directory in Path(os.readlink(f"/proc/{process}/cwd")).parents
+    except OSError:
+        return False
 
 
 def _alive(process: str) -> bool:
