@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -20,46 +19,8 @@ from typing import Any
 import click
 
 from llmc import __version__
+from llmc.cli_commands import BuildCommand, MainGroup
 from llmc.errors import UserError
-from llmc.terminal import OutputClosed
-
-
-class _Group(click.Group):
-    """Turns UserError into one line and exit code 2, as click does for a wrong option; a reader of the output that has
-    gone and Ctrl-C into the codes that a shell has for them."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UserError as error:
-            click.echo(f"llmc: error: {error}", err=True)
-            ctx.exit(2)
-        except OutputClosed:
-            ctx.exit(128 + signal.SIGPIPE)
-        except KeyboardInterrupt:
-            ctx.exit(128 + signal.SIGINT)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The first sentence of every command, which click would cut at 45 characters."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, self.commands[name].get_short_help_str(1000)) for name in sorted(self.commands)])
-
-
-_PRECISIONS = ("int8", "int4", "bf16", "fp32")
-
-
-class _BuildCommand(click.Command):
-    """Shows the precisions as the one choice that they are."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
-        records = [(option.name, option.get_help_record(ctx)) for option in options]
-        precisions = [record for name, record in records if record and name in _PRECISIONS]
-        with formatter.section("Precision, one of"):
-            formatter.write_dl([(flag, text.removeprefix("Precision: ")) for flag, text in precisions])
-        with formatter.section("Options"):
-            formatter.write_dl([record for name, record in records if record and name not in _PRECISIONS])
-
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -79,13 +40,13 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     return value
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=MainGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="llmc")
 def main() -> None:
     """llmc: compiles a language model into one file, engine.plan, and serves it."""
 
 
-@main.command(cls=_BuildCommand)
+@main.command(cls=BuildCommand)
 @click.argument("model")
 @click.option(
     "--int8", is_flag=True, help="Precision: 8-bit weights and activations (the default for what is not quantised)."
