@@ -7,6 +7,7 @@ replaces their bytes.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torch import fx
 
@@ -34,14 +35,9 @@ def _cost(node: fx.Node) -> Cost:
         stored = packed_layout(linear.format, tiles, k, linear.gated).size
         return Cost(rows, stored, activation_bytes=activations, macs=n * k, arithmetic=linear.format.arithmetic)
     if moe is not None:
-        matrices = [node.meta["shape"] for node in (moe.up, moe.down)]
-        experts = moe.logits.meta["shape"][1]
-        stored = sum(packed_layout(moe.format, n, k).size for n, k in matrices)
-        macs = sum(n * k for n, k in matrices) // experts * moe.top_k
-        return Cost(
-            rows, stored, activation_bytes=activations, macs=macs, arithmetic=moe.format.arithmetic, experts=experts,
-            top_k=moe.top_k,
-        )  # fmt: skip
+        up, down = product_costs(moe)
+        stored, macs = up.weight_bytes + down.weight_bytes, up.macs + down.macs
+        return replace(up, rows=rows, weight_bytes=stored, macs=macs, activation_bytes=activations)
     if embed is not None:
         n, k = embed.weight.meta["shape"]
         stored = packed_layout(embed.format, n, k).size
@@ -56,6 +52,19 @@ def _cost(node: fx.Node) -> Cost:
             arithmetic="float32" if slot.dtype == "f32" else "float16",
         )  # fmt: skip
     return Cost(rows, activation_bytes=activations)
+
+
+def product_costs(moe: Moe) -> tuple[Cost, Cost]:
+    """The cost of the two products of a mixture's experts, by token, without that of activations."""
+    experts = moe.logits.meta["shape"][1]
+
+    def cost(matrix: fx.Node) -> Cost:
+        n, k = matrix.meta["shape"]
+        stored = packed_layout(moe.format, n, k).size
+        macs = n * k // experts * moe.top_k
+        return Cost("T", stored, macs=macs, arithmetic=moe.format.arithmetic, experts=experts, top_k=moe.top_k)
+
+    return cost(moe.up), cost(moe.down)
 
 
 def _row_bytes(node: fx.Node) -> int:

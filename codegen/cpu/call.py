@@ -55,6 +55,14 @@ class Pool:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """A buffer of float32 that holds `count` rows, one for each chosen expert, in the place of each token's."""
+
+    buffer: Buffer
+    count: int
+
+
+@dataclass(frozen=True)
 class AttentionParams:
     """The numbers of an attention layer, and its sinks."""
 
@@ -65,7 +73,7 @@ class AttentionParams:
 
 
 Template = int | bool | Enum
-Operand = Value[Buffer] | Buffer | Entry | Pool | AttentionParams | Name | int | float
+Operand = Value[Buffer] | Pairs | Buffer | Entry | Pool | AttentionParams | Name | int | float
 NO_MATRIX, NO_VECTOR = Name("none"), Name("nullptr")
 
 
@@ -73,7 +81,8 @@ NO_MATRIX, NO_VECTOR = Name("none"), Name("nullptr")
 class Call:
     """One kernel call. operands: in the kernel's order, after its team.
 
-    partition: how its threads divide the work: "tokens", "rows", "columns", "attention" or "sample". private: a thread
+    partition: how its threads divide the work: "tokens", "rows", "columns", "attention",
+    "sample" or "pairs": by token or by pair of token and expert, from what others made of all tokens. private: a thread
     makes all of it for itself in a step of few rows. wait: the barrier before it: "" none, "always", "few rows" or
     "many rows", and then `wait_rows` says of which domain. phase: counts the barriers before it; epoch: those that
     always stand. output: what it writes, None for the KV pool and the sampled tokens. cost: see codegen/cost.py.
@@ -95,7 +104,7 @@ class Call:
     @property
     def team(self) -> str:
         """The threads that share it: all, or for a private one in a step of few rows each alone."""
-        return f"own_{self.partition}" if self.private else "par"
+        return f"own_{row_domain(self.partition)}" if self.private else "par"
 
     @property
     def buffers(self) -> list[Buffer]:
@@ -114,9 +123,14 @@ class Call:
         return [o for o in self.operands if isinstance(o, Entry)] + sinks
 
 
+def row_domain(partition: str) -> str:
+    """The domain of the rows that a partition by rows divides."""
+    return "tokens" if partition == "pairs" else partition
+
+
 def operand_buffers(operands: tuple[Operand, ...]) -> list[Buffer]:
     """The buffers among operands."""
-    buffers = [o.buffer if isinstance(o, Value) else o for o in operands]
+    buffers = [o.buffer if isinstance(o, Value | Pairs) else o for o in operands]
     return [b for b in buffers if isinstance(b, Buffer)]
 
 

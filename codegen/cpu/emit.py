@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from llmc.codegen.cpu.call import AttentionParams, Buffer, Call, Enum, Name, Operand, Pool, Template
+from llmc.codegen.cpu.call import AttentionParams, Buffer, Call, Enum, Name, Operand, Pairs, Pool, Template
 from llmc.codegen.cpu.phases import phase_lines
 from llmc.codegen.cpu.program import Program
 from llmc.codegen.values import Value
@@ -116,6 +116,8 @@ def _operand(operand: Operand) -> str:
             return f"columns({buffer.name}, {column})" if column else buffer.name
         case Buffer():
             return operand.name
+        case Pairs(buffer, count):
+            return f"pairs({buffer.name}, {count})"
         case Entry():
             return _weight(operand) if operand.is_matrix else f"floats(e, {operand.offset:#x})"
         case Pool(offset):

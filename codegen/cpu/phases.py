@@ -27,7 +27,8 @@ def _line(calls: list[Call]) -> str:
 
 def _label(call: Call) -> str:
     """A matrix product is named with the format of its weights, the one that makes the logits is "head"."""
-    if call.kernel != "linear":
+    if call.kernel not in ("linear", "expert_linear"):
         return call.kernel
     (matrix,) = (entry for entry in call.entries if entry.is_matrix)
-    return f"{'head' if call.cost.rows == 'R' else 'linear'} {matrix.format}"
+    kind = "head" if call.cost.rows == "R" else "linear" if call.kernel == "linear" else "experts"
+    return f"{kind} {matrix.format}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from llmc.codegen.cost import node_costs
+from llmc.codegen.cpu import experts
 from llmc.codegen.cpu.call import (
     NO_MATRIX,
     NO_VECTOR,
@@ -31,6 +32,7 @@ from llmc.codegen.cpu.call import (
     numbers,
     operand_buffers,
     quant_bytes,
+    row_domain,
 )
 from llmc.codegen.memory import place_buffers
 from llmc.codegen.values import Value
@@ -44,7 +46,7 @@ from llmc.passes.match import aten
 from llmc.runtime.cost import Cost
 
 _BY_ROW = frozenset(["rms_norm", "layer_norm", "rms_norm_add", "act", "gated_act", "add", "mul", "scale", "softcap",
-                     "select_rows"])  # fmt: skip
+                     "row_gate", "select_rows"])  # fmt: skip
 
 
 @dataclass
@@ -65,10 +67,12 @@ def select_kernels(graph: fx.Graph, table: WeightTable) -> Program:
 
     Raises UserError for a value layout or shape that no CPU kernel handles, naming the op and module.
     """
-    return _Selector(graph, Program(table)).run()
+    return Selector(graph, Program(table)).run()
 
 
-class _Selector:
+class Selector:
+    """Appends calls, with what they read and write, to a program; experts.py has those of mixtures of experts."""
+
     def __init__(self, graph: fx.Graph, program: Program) -> None:
         self.graph, self.program = graph, program
         self.costs = node_costs(graph)
@@ -82,6 +86,7 @@ class _Selector:
             "rms_norm_add": self.norm_add, "rope_table": self.rope_table, "rope": self.rope,
             "attention": self.attention, "act": self.act, "gated_act": self.gated_act, "add": self.binary,
             "mul": self.binary, "scale": self.unary, "softcap": self.unary, "select_rows": self.select_rows,
+            "row_gate": self.row_gate, "moe": lambda node: experts.emit_moe(self, node),
         }  # fmt: skip
 
     def run(self) -> Program:
@@ -173,8 +178,8 @@ class _Selector:
         if partition == before.partition and partition in ("tokens", "rows"):
             # Each thread goes on with rows that it wrote; but a thread that makes all rows for itself reads all.
             return ("few rows", partition) if private and not before.private else ("", "")
-        if before.private and partition == "columns":
-            return "many rows", before.partition
+        if before.private and partition in ("columns", "pairs"):
+            return "many rows", row_domain(before.partition)
         return "always", ""
 
     # ---- kernels
@@ -198,10 +203,7 @@ class _Selector:
 
     def linear(self, node: fx.Node) -> None:
         op = ops.Linear.of(node)
-        if "cpu" not in op.format.backends:
-            raise UserError(
-                f"linear at {self.path}: the CPU backend has no weight-only product; name GPU targets only (--target)"
-            )
+        self.check_format(op.format)
         ref, domain = op.weight.meta["weight"], self.domain(op.x)
         entry = self.program.weights.matrix(ref, op.format, op.gated)
         n, k = ref.shape[0] // (2 if op.gated else 1), ref.shape[1]
@@ -214,6 +216,13 @@ class _Selector:
         template = (_format(op.format), n, k, Enum("Act", op.act), op.gated)
         operands = (rows, x, entry, self.vector(op.bias) or NO_VECTOR, residual, out)
         self.call("linear", template, operands, "columns", self.costs[node], out.buffer)
+
+    def check_format(self, format: Format) -> None:
+        """Raises UserError for a format that no product of the CPU's is for."""
+        if "cpu" not in format.backends:
+            raise UserError(
+                f"linear at {self.path}: the CPU backend has no weight-only product; name GPU targets only (--target)"
+            )
 
     def quantize(self, x: fx.Node, k: int, format: Format) -> Buffer:
         """The int8 form of a value for weights of a format, made once however many products read it."""
@@ -285,6 +294,10 @@ class _Selector:
         value = op.value if isinstance(op, ops.Scale) else op.cap
         self.rowwise(node, (self.values[op.x].width,), [op.x, value], self.domain(op.x))
 
+    def row_gate(self, node: fx.Node) -> None:
+        op = ops.RowGate.of(node)
+        self.rowwise(node, (Enum("Act", op.kind), self.values[op.x].width), [op.x, op.gate], self.domain(op.x))
+
     def select_rows(self, node: fx.Node) -> None:
         op = ops.SelectRows.of(node)
         self.rowwise(node, (self.values[op.x].width,), [Name("b.rows"), op.x], "rows")
@@ -303,9 +316,9 @@ def _private_nodes(graph: fx.Graph) -> set[fx.Node]:
 def _reads_privately(user: fx.Node, node: fx.Node, private: set[fx.Node]) -> bool:
     if user.target is aten.view.default:
         return all(_reads_privately(reader, user, private) for reader in user.users)
-    linear = ops.Linear.match(user)
-    if linear is not None:
-        return linear.x is node and node not in linear.args[1:]
+    product = ops.Linear.match(user) or ops.Moe.match(user)
+    if product is not None:
+        return product.x is node and node not in product.args[1:]
     return user in private and op_name(user) != "select_rows"
 
 

@@ -56,7 +56,10 @@ class _Selector:
             elif (name := op_name(node)) in self.kernels:
                 self.kernels[str(name)](node)
             else:
-                raise UserError(f"op {node.target} at {self.out.path}: the GPU backend has no kernel for it")
+                raise UserError(
+                    f"op {node.target} at {self.out.path}: the GPU backend has no kernel for it; name CPU targets only "
+                    "(--target)"
+                )
         return self.finish()
 
     def finish(self) -> GpuProgram:

@@ -51,6 +51,16 @@ inline void gated_act(Par par, int num_tokens, Mat gate, Mat up, Mat out) {
                [&](f32x16 v, int c, int lanes) { return activate<ACT>(v) * load_n(up.row(t) + c, lanes); });
 }
 
+// out = x * act(gate[t]), one factor for each row.
+template <Act ACT, int C>
+inline void row_gate(Par par, int num_tokens, Mat x, Mat gate, Mat out) {
+  Range r = tokens_of(par, num_tokens);
+  for (int t = r.begin; t < r.end; ++t) {
+    const f32x16 factor = activate<ACT>(splat(*gate.row(t)));
+    map_row<C>(x.row(t), out.row(t), [&](f32x16 v, int, int) { return v * factor; });
+  }
+}
+
 // out = cap * tanh(x / cap).
 template <int C>
 inline void softcap(Par par, int num_tokens, Mat x, float cap, Mat out) {

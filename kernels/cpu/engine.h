@@ -64,6 +64,8 @@ static QuantBuf own(bool few, Par par, QuantBuf b) {
   return QuantBuf{b.q + row * q_bytes(FMT, WIDTH), b.scale + groups, b.sum + groups};
 }
 
+// A buffer with `count` rows in the place of each of its rows.
+static Mat pairs(Mat m, int count) { return Mat{m.p, m.ld / count}; }
 static Mat columns(Mat m, int first) { return Mat{m.p + first, m.ld}; }
 static const float* floats(const Engine& e, int64_t offset) { return (const float*)(e.weights + offset); }
 static Weight weight(const Engine& e, int64_t data, int64_t scale, int64_t min) {

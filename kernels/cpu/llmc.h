@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "clock.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "kv.h"
 #include "limits.h"
 #include "linear.h"

@@ -8,7 +8,7 @@ import gpu_models
 import pytest
 from families import FAMILIES
 from interpreted_models import interpreted_model
-from tiny_engines import imported
+from tiny_engines import imported, lowered
 
 from llmc.codegen.triton.launch import GpuProgram, Launch
 from llmc.codegen.triton.select import select_launches
@@ -118,3 +118,8 @@ def test_groups_that_are_too_large_are_refused() -> None:
         node.meta["shape"] = (tokens, 130, dim)
     with pytest.raises(UserError, match=r"65 query heads per KV head; at most 64 on a GPU"):
         select_launches(graph, WeightTable(), "bf16")  # type: ignore[arg-type]
+
+
+def test_a_mixture_of_experts_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"op llmc\.moe.* at model\.layers\.0\.mlp\.experts: .*name CPU targets only"):
+        select_launches(lowered("qwen2_moe").graph, WeightTable(), "bf16")

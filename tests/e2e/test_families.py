@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, VOCAB, save_checkpoint, tiny_model
+from families import FAMILIES, MIXTURES, VOCAB, save_checkpoint, tiny_model
 from tiny_engines import Sequences
 
 from llmc.build import build
@@ -96,7 +96,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any,
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_logits_are_those_of_transformers(made: Any, family: str) -> None:
     model, _, plan = made(family)
     s = _run(plan, _prompts())
@@ -110,7 +110,8 @@ def test_logits_are_those_of_transformers(made: Any, family: str) -> None:
         for p in range(length - 1, len(tokens) - 1):  # each decoded token is what transformers finds likeliest
             clear = margins[p, -1] - margins[p, -2] > 2 * ATOL
             assert not clear or tokens[p + 1] == wanted[p].argmax()
-    assert plan.manifest["model"]["num_layers"] == 2 and plan.manifest["model"]["vocab_size"] == VOCAB
+    layers = model.config.num_hidden_layers
+    assert plan.manifest["model"]["num_layers"] == layers and plan.manifest["model"]["vocab_size"] == VOCAB
 
 
 BOUNDS = {"bf16": 0.03, "int8": 0.06, "int4": 0.5}
@@ -119,7 +120,7 @@ nothing in them is robust: of a trained model the same formats move the logits f
 
 
 @pytest.mark.parametrize("precision", BOUNDS)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 def test_quantised_plans_stay_near(made: Any, tmp_path: Path, family: str, precision: str) -> None:
     _, checkpoint, exact = made(family)
     plan = _plan(checkpoint, tmp_path / "x.plan", precision)
@@ -127,7 +128,8 @@ def test_quantised_plans_stay_near(made: Any, tmp_path: Path, family: str, preci
     found = _run(plan, [list(t) for t in wanted.tokens], decode=False)  # the same tokens through both
     ours, theirs = (np.concatenate([s.rows(k) for k in range(len(LENGTHS))]) for s in (found, wanted))
     error = float(np.sqrt(((ours - theirs) ** 2).mean() / (theirs**2).mean()))
-    assert 1e-6 < error < BOUNDS[precision]
+    flips = 1.5 if family in MIXTURES else 1  # another expert is chosen where two have nearly the same score
+    assert 1e-6 < error < flips * BOUNDS[precision]
     weights = [p.manifest["memory"]["weight_bytes"] for p in (plan, exact)]
     assert weights[0] < weights[1] * {"bf16": 0.55, "int8": 0.35, "int4": 0.33}[precision]
 
