@@ -158,15 +158,17 @@ def mixture(
     act: str,
     gated: bool,
     format: str,
+    watch: Callable[[Tensor, Tensor], None] = lambda tokens, h: None,
 ) -> Tensor:
     """The op `moe` with matrices that are functions of (first row, end row): only the rows of experts that have tokens
-    are asked for, one expert at a time. n: the width of an expert."""
+    are asked for, one expert at a time. n: the width of an expert. watch: told the inputs of both products of each."""
     experts, k, sides = logits.shape[1], x.shape[1], 2 if gated else 1
 
     def expert(e: int, tokens: Tensor) -> Tensor:
         rows = [up((side * experts + e) * n, (side * experts + e + 1) * n) for side in range(sides)]
         bias = None if up_bias is None else up_bias[e * sides * n : (e + 1) * sides * n]
         h = linear(tokens, torch.cat(rows), bias, None, act, gated, format)
+        watch(tokens, h)
         bias = None if down_bias is None else down_bias[e * k : (e + 1) * k]
         return linear(h, down(e * k, (e + 1) * k), bias, None, "none", False, format)
 

@@ -25,6 +25,9 @@ _BLOCK = 1 << 22
 """Elements of such a block."""
 
 
+Watch = Callable[[fx.Node, Tensor], None]
+
+
 def load(node: fx.Node, reader: Reader, dtype: torch.dtype = torch.float32) -> Tensor:
     """The value of a weight or constant placeholder; dtype: of weights."""
     if "constant" in node.meta:
@@ -83,10 +86,10 @@ def run_body(
     reader: Reader,
     done: Callable[[fx.Node], None] = lambda node: None,
     dtype: torch.dtype = torch.float32,
-    watch: Callable[[fx.Node, Tensor], None] | None = None,
+    watch: Watch | None = None,
 ) -> Body:
     """Runs what does not depend on `rows`; inputs as for `run_graph`. `done` is called after each node, `watch` with
-    every linear and its input [T, K] before it runs. dtype: of weights, and so of what is computed."""
+    the weight of every product and rows [T, K] that it multiplies. dtype: of weights, and so of what is computed."""
     tail = downstream(graph, "rows")
     values: dict[fx.Node, Any] = {}
     last_use = last_uses(graph)
@@ -95,8 +98,8 @@ def run_body(
             values[node] = inputs.get(node.name)
         elif node.op == "call_function" and node not in tail:
             if watch is not None and (linear := Linear.match(node)) is not None:
-                watch(node, values[linear.x])
-            values[node] = _call(node, values, reader, {}, dtype)
+                watch(linear.weight, values[linear.x])
+            values[node] = _call(node, values, reader, {}, dtype, watch)
             for used in node.all_input_nodes:
                 if last_use[used] is node:
                     values.pop(used, None)
@@ -129,8 +132,10 @@ def _call(
     reader: Reader,
     kept: dict[fx.Node, Tensor],
     dtype: torch.dtype = torch.float32,
+    watch: Watch | None = None,
 ) -> Any:
-    """The value of a node. `kept`: weights loaded so far, which gains those of this node."""
+    """The value of a node. `kept`: weights loaded so far, which gains those of this node. `watch`: of a mixture, see
+    `run_body`."""
 
     def value(arg: fx.Node) -> Any:
         if not is_weight(arg):
@@ -141,7 +146,7 @@ def _call(
 
     embed, linear, moe = Embed.match(node), Linear.match(node), Moe.match(node)
     if moe is not None and is_weight(moe.up) and is_weight(moe.down):
-        return _moe(moe, value, reader)
+        return _moe(moe, value, reader, watch)
     if embed is not None and _is_large(embed.weight):
         return _embed(embed, value(embed.ids), reader).to(dtype)
     if linear is not None and not linear.gated and _is_large(linear.weight):
@@ -187,16 +192,23 @@ def _linear(op: Linear, x: Tensor, bias: Tensor | None, residual: Tensor | None,
     return y
 
 
-def _moe(op: Moe, value: Callable[[fx.Node], Tensor], reader: Reader) -> Tensor:
+def _moe(op: Moe, value: Callable[[fx.Node], Tensor], reader: Reader, watch: Watch | None) -> Tensor:
     """The op `moe`, the matrices of one expert at a time."""
-    up, down = (_rows_of(node.meta["weight"], reader) for node in (op.up, op.down))
+    x = value(op.x)
+    up, down = (_rows_of(node.meta["weight"], reader, x.dtype) for node in (op.up, op.down))
     vectors = (None if node is None else value(node) for node in (op.correction, op.up_bias, op.down_bias))
     correction, up_bias, down_bias = vectors
+
+    def watch_both(tokens: Tensor, h: Tensor) -> None:
+        if watch is not None:
+            watch(op.up, tokens)
+            watch(op.down, h)
+
     return mixture(
-        value(op.x), value(op.logits), correction, op.router, up, down, up_bias, down_bias,
-        op.down.meta["weight"].shape[1], op.act, op.gated, op.format.name,
+        x, value(op.logits), correction, op.router, up, down, up_bias, down_bias, op.down.meta["weight"].shape[1],
+        op.act, op.gated, op.format.name, watch_both,
     )  # fmt: skip
 
 
-def _rows_of(ref: WeightRef, reader: Reader) -> Callable[[int, int], Tensor]:
-    return lambda start, stop: to_float32(ref.read(reader, start, stop))
+def _rows_of(ref: WeightRef, reader: Reader, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
+    return lambda start, stop: to_float32(ref.read(reader, start, stop)).to(dtype)

@@ -27,7 +27,6 @@ from llmc.kernels.codes import Array, Codes
 from llmc.kernels.dialect import OPS
 from llmc.kernels.formats import W4, Format
 from llmc.kernels.interpret import run_body
-from llmc.kernels.ops import Linear
 from llmc.kernels.weights import Reader, WeightRef
 from llmc.runtime.detokenizer import TextCodec
 
@@ -115,8 +114,8 @@ def collect(
     }  # fmt: skip
     sums: dict[WeightRef, Tensor] = {}
 
-    def watch(node: fx.Node, x: Tensor) -> None:
-        ref = Linear.of(node).weight.meta["weight"]
+    def watch(weight: fx.Node, x: Tensor) -> None:
+        ref = weight.meta["weight"]
         total = x.square().sum(0)
         sums[ref] = sums[ref] + total if ref in sums else total
 

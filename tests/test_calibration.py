@@ -19,6 +19,7 @@ from llmc.cli import main
 from llmc.frontend.export import build_meta_model, export_model
 from llmc.frontend.tokens_major import import_graph
 from llmc.kernels.formats import W4, W8
+from llmc.kernels.ops import Moe
 from llmc.passes.pipeline import run_pipeline
 from llmc.passes.result import PassContext
 from llmc.runtime.plan import Plan
@@ -168,3 +169,22 @@ def test_flags_that_cannot_be_met(checkpoint: Path, flags: list[str], words: str
     result = CliRunner().invoke(main, ["build", str(checkpoint), "-o", str(tmp_path / "p"), *flags])
     assert result.exit_code == 2 and words in result.stderr.splitlines()[-1], result.output
     assert not (tmp_path / "p").exists()
+
+
+def test_experts_weigh_what_reaches_them() -> None:
+    """Each token counts once for every expert that it chooses: the first product's inputs are those of the block."""
+    model = tiny_model("mixtral")
+    lowered = import_graph(export_model(build_meta_model(model.config)), own_weights(model))
+    exact = run_pipeline(lowered, PassContext(W4, W8, "bf16"), keep_exact=True).exact
+    seen: list[torch.Tensor] = []
+    block = model.model.layers[0].mlp
+    hook = block.register_forward_pre_hook(lambda module, args: seen.append(args[0][0].double()))
+    with torch.no_grad():
+        model(torch.tensor([IDS[:WINDOW]]))
+    hook.remove()
+    assert exact is not None
+    found = collect(exact, _reader(model), Text(IDS[:WINDOW], "ids", ""), WINDOW).importance
+    moe = next(op for node in exact.nodes if (op := Moe.match(node)) is not None)
+    wanted = importance_of((2 * seen[0].square().mean(0)).numpy())
+    np.testing.assert_allclose(found[moe.up.meta["weight"]], wanted, rtol=0.02)  # a rounding may fall otherwise
+    assert found[moe.down.meta["weight"]].shape == (32,)
