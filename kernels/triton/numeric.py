@@ -34,6 +34,8 @@ def activate(x, ACT: tl.constexpr):
         x = x * x
     elif ACT == "tanh":
         x = tanh(x)
+    elif ACT == "sigmoid":
+        x = 1.0 / (1.0 + tl.exp(-x))
     else:
         tl.static_assert(ACT == "none", "unknown activation")
     return x
