@@ -146,13 +146,15 @@ def _routing(index: Any, weights: Any) -> tuple[Router, fx.Node, fx.Node | None]
     base = weights if normalised is None else normalised[0]
     if not is_call(base, aten.gather.default) or base.args[2] is not index:
         return None
-    scores = base.args[0]
+    scores, masked = _grouped(base.args[0])
     top = last_dim_slice(index)
     if top is None or top[1] != 0 or not is_call(top[0], aten.argsort.stable) or not top[0].kwargs["descending"]:
         return None
     kind = _SCORES.get(scores.target) if scores.op == "call_function" else None
     logits = scores.args[0] if kind is not None else scores
     ranked, groups = _grouped(top[0].args[0])
+    if masked is not None and base.args[0] is not top[0].args[0]:
+        return None
     ranked, correction = _corrected(ranked, scores)
     raw = ranked is logits and correction is None and groups is None  # the same order as of the scores
     if normalised is not None and normalised[1] == "softmax":
