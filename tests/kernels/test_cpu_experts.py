@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cpu_harness import CROSS, PORTABLE, V3, V4, VNNI_EMULATED, QuantBuf, Unit, Weight, aligned_bytes, require
+from cpu_harness import EMULATED, PORTABLE, V3, V4, VNNI_EMULATED, QuantBuf, Unit, Weight, aligned_bytes, require
 
 from llmc.kernels import pack
 from llmc.kernels.dialect import OPS
@@ -84,7 +84,7 @@ def _wrappers() -> str:
     return "\n".join(lines)
 
 
-@pytest.fixture(scope="module", params=[PORTABLE, V3, VNNI_EMULATED, V4, *CROSS])
+@pytest.fixture(scope="module", params=[PORTABLE, V3, VNNI_EMULATED, V4, *EMULATED])
 def unit(request):
     return Unit(_wrappers(), require(request.param))
 
@@ -218,6 +218,23 @@ def test_gathering_in_parts_is_gathering(unit):
     order = np.argsort(pairs.ravel())
     assert (np.diff(index.ravel()[order]) >= 0).all()  # by expert, and within one by token
     assert all((np.diff(np.sort(pairs[index == e])) == 1).all() for e in range(7))
+
+
+@pytest.mark.parametrize("mcpu", [VNNI_EMULATED, V4, *EMULATED])
+def test_instruction_sets_agree_bit_for_bit(mcpu):
+    units = [Unit(_wrappers(), require(m)) for m in (V3, mcpu)]
+    logits = np.random.default_rng(4).standard_normal((9, 24)).astype(np.float32)
+    for fmt in SHAPES["gated"].formats:
+        mixture = Mixture("gated", fmt, biased=True)
+        x, index, weights = _inputs(mixture.shape, 9, 3)
+        here, there = (mixture.run(u, x, _choices(index, weights)) for u in units)
+        assert np.array_equal(here.view(np.uint32), there.view(np.uint32)), fmt
+    for name in ("grouped", "best"):
+        router, found = ROUTERS[name][1], []
+        for u in units:
+            found.append(np.zeros((9, router.top_k * 3), np.float32))
+            u.run(f"route_{name}", 9, logits, None, router.floor, router.eps, router.scale, found[-1])
+        assert np.array_equal(found[0].view(np.uint32), found[1].view(np.uint32)), name
 
 
 @pytest.mark.parametrize("name", ROUTERS)
