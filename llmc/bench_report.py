@@ -9,6 +9,7 @@ _GROUPS = {
     "sampling": ("sample",),
     "embed": ("embed",),
     "rope/kv": ("rope", "kv_write"),
+    "route/gather": ("route", "gather_pairs", "combine_pairs"),
     "norm/quantize": ("rms_norm", "layer_norm", "rms_norm_add", "quantize"),
 }
 """Kernels by the group that a phase with them counts as, the first that applies."""
@@ -50,7 +51,7 @@ def phase_group(label: str) -> str:
     """The line of the profile that a phase counts in: that of its dearest kernel."""
     kernels = label.split("+")
     for kernel in kernels:
-        if kernel.startswith(("linear ", "head ")):
+        if kernel.startswith(("linear ", "head ", "experts ")):
             return kernel
     names = {kernel.split()[0] for kernel in kernels}
     if any(name.startswith("attention") for name in names):

@@ -155,7 +155,8 @@ def _bytes(shapes: list[Any]) -> float:
         ("linear w8", "linear w8"), ("quantize+linear w4", "linear w4"), ("head w8", "head w8"),
         ("rope+kv_write+attention", "attention"), ("rope_table+embed+rms_norm+quantize", "embed"),
         ("rope+kv_write", "rope/kv"), ("select_rows+rms_norm+quantize", "norm/quantize"), ("sample", "sampling"),
-        ("gated_act+add", "elementwise"),
+        ("gated_act+add", "elementwise"), ("experts w4", "experts w4"), ("gather_pairs", "route/gather"),
+        ("combine_pairs+add+rms_norm+quantize", "route/gather"),
     ],
 )  # fmt: skip
 def test_groups_of_phases(label: str, group: str) -> None:

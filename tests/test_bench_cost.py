@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
+
 import pytest
 
 from llmc.bench_cost import phase_work, step_work
@@ -52,6 +54,18 @@ def test_activations_count_where_no_cache_holds_them() -> None:
     shape = StepShape(((0, 5),), 0)
     assert cost.work(shape, Units({"int8": "int8"}, activations=False)).bytes == 1000
     assert cost.work(shape, Units({"int8": "int8"}, activations=True)) == Work(1040, {"int8": 10.0})
+
+
+def test_of_experts_those_that_tokens_choose_are_read() -> None:
+    """Counted over every way in which three tokens choose two of four: none of them is likelier than another."""
+    cost = Cost("T", 400, macs=10, arithmetic="int8", experts=4, top_k=2)
+    units = Units({"int8": "int8"}, activations=False)
+    pairs = list(combinations(range(4), 2))
+    for tokens in (1, 2, 3):
+        read = [len(set().union(*chosen)) for chosen in product(pairs, repeat=tokens)]
+        work = cost.work(StepShape(((0, tokens),), 0), units)
+        assert work.bytes == pytest.approx(100 * sum(read) / len(read)) and work.ops == {"int8": 20.0 * tokens}
+    assert cost.work(StepShape((), 0), units).bytes == 0 and Cost(**cost.fields()) == cost
 
 
 def test_a_cost_comes_back_from_its_fields() -> None:
