@@ -34,6 +34,14 @@ RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 64, "intermediate_size": 8192, "vocab_size": 128256, "rope_theta": 5e5,
         },
     ),
+    "moe-1b": (  # the shape of nothing in particular: 64 experts of which 8 are chosen, 1.06e9 parameters in all
+        "qwen3_moe",
+        {
+            "hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4,
+            "head_dim": 64, "intermediate_size": 1024, "moe_intermediate_size": 320, "num_experts": 64,
+            "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 49152, "rope_theta": 1e6,
+        },
+    ),
 }  # fmt: skip
 SHAPES = ("smollm2", *RANDOM)
 
