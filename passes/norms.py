@@ -1,6 +1,6 @@
 """Norms.
 
-x * rsqrt(mean(x^2) + eps) [* w]  ->  llmc.rms_norm(x, w, eps)
+x * rsqrt(mean(x^2) + eps) [* w]  ->  llmc.rms_norm(x, w, eps)      (the root may be a power of -0.5)
 the same of x - mean(x)  ->  llmc.layer_norm(x, w, None, eps)
 aten.layer_norm over the last dimension  ->  llmc.layer_norm(x, w, b, eps)
 """
@@ -29,7 +29,9 @@ from llmc.passes.result import PassContext, PassResult
 
 def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     count, skipped = 0, []
-    for node in calls(graph, aten.rsqrt.default):
+    for node in calls(graph, aten.rsqrt.default, aten.pow.Tensor_Scalar):
+        if node.target is aten.pow.Tensor_Scalar and node.args[1] != -0.5:
+            continue
         found = _mean_of_squares(node.args[0])
         if found is None:
             skipped.append((node.name, "the root is not of a mean of squares over the last dimension"))

@@ -2,6 +2,7 @@
 
 The tables  cos(cat(p f, p f)) [* s],  sin(…) [* s]                 ->  llmc.rope_table(positions, f, s)
 x * cos + cat(-x[half:], x[:half]) * sin                            ->  llmc.rope(x, table)
+x * cos + cat(x[half:], -x[:half]) * sin  (the other way round)     ->  llmc.rope(x, the table of -f)
 x * each twice(cos) + stack(-x[1::2], x[::2]) * each twice(sin)     ->  llmc.rope(x, table, interleaved)
 cat(rope(x[:rot]), x[rot:])  (partial rotary)                       ->  llmc.rope(x, table)
 """
@@ -20,13 +21,18 @@ from llmc.passes.result import PassContext, PassResult
 def run(graph: fx.Graph, ctx: PassContext) -> PassResult:
     count, skipped = 0, []
     tables: dict[tuple[fx.Node, float], fx.Node] = {}
+    negated: dict[fx.Node, fx.Node] = {}
     for node in calls(graph, aten.add.Tensor):
         found = _rotation(node)
         if isinstance(found, str):
             skipped.append((node.name, found))
         if not isinstance(found, tuple):
             continue
-        x, (inv_freq, scale, interleaved) = found
+        x, (inv_freq, scale, interleaved), backwards = found
+        if backwards:  # by -f: cosine is even and sine is odd
+            if inv_freq not in negated:
+                negated[inv_freq] = _negated(inv_freq)
+            inv_freq = negated[inv_freq]
         if (inv_freq, scale) not in tables:
             first = next(n for n in graph.nodes if n.op == "call_function")
             positions = next(n for n in graph.nodes if n.name == "positions")
@@ -45,8 +51,19 @@ _Table = tuple[fx.Node, float, bool]
 """(inv_freq, scale, whether each value stands twice, for neighbours)"""
 
 
-def _rotation(node: fx.Node) -> tuple[fx.Node, _Table] | str | None:
-    """(x, table); a reason when it looks like a rotation but is of another kind; None otherwise."""
+def _negated(inv_freq: fx.Node) -> fx.Node:
+    """The constant -inv_freq."""
+    value = constant(inv_freq)
+    assert value is not None
+    with inv_freq.graph.inserting_after(inv_freq):
+        node = inv_freq.graph.placeholder(f"{inv_freq.name}_negated")
+    node.meta |= {"constant": -value, "shape": shape(inv_freq)}
+    return node
+
+
+def _rotation(node: fx.Node) -> tuple[fx.Node, _Table, bool] | str | None:
+    """(x, table, whether it turns the other way); a reason when it looks like a rotation but is of another kind; None
+    otherwise."""
     for left, right in commuted(node):
         if not (is_call(left, aten.mul.Tensor) and is_call(right, aten.mul.Tensor)):
             return None
@@ -57,23 +74,24 @@ def _rotation(node: fx.Node) -> tuple[fx.Node, _Table] | str | None:
                     continue
                 if c != s:
                     return "cosine and sine have different frequencies or scales"
-                if not (_is_neighbour_rotation(rotated, x) if c[2] else _is_half_rotation(rotated, x)):
+                backwards = not c[2] and _is_half_rotation(rotated, x, backwards=True)
+                if not (backwards or (_is_neighbour_rotation(rotated, x) if c[2] else _is_half_rotation(rotated, x))):
                     return "the rotation is neither by halves nor of neighbours"
-                return x, c
+                return x, c, backwards
     return None
 
 
-def _is_half_rotation(node: Any, x: fx.Node) -> bool:
-    """Whether node is cat(-x[half:], x[:half])."""
+def _is_half_rotation(node: Any, x: fx.Node, backwards: bool = False) -> bool:
+    """Whether node is cat(-x[half:], x[:half]), or backwards cat(x[half:], -x[:half])."""
     if not is_call(node, aten.cat.default) or len(node.args[0]) != 2:
         return False
-    negated, first = node.args[0]
+    second, first = node.args[0]
+    negated = first if backwards else second
+    if not is_call(negated, aten.neg.default):
+        return False
+    second, first = (second, negated.args[0]) if backwards else (negated.args[0], first)
     size = shape(x)[-1]
-    return (
-        is_call(negated, aten.neg.default)
-        and last_dim_slice(negated.args[0]) == (x, size // 2, size)
-        and last_dim_slice(first) == (x, 0, size // 2)
-    )
+    return last_dim_slice(second) == (x, size // 2, size) and last_dim_slice(first) == (x, 0, size // 2)
 
 
 def _is_neighbour_rotation(node: Any, x: fx.Node) -> bool:

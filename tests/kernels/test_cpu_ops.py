@@ -104,10 +104,11 @@ def test_norms_and_rope_in_place(unit):
         assert np.array_equal(x, want)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(("name", "rot"), [("table", 20), ("table_64", 64)])
-def test_rope_table_is_what_the_models_compute(unit, name, rot):
+def test_rope_table_is_what_the_models_compute(unit, name, rot, sign):
     positions = np.array([0, 1, 17, 4095, 131071, 999_999], np.int32)
-    inv_freq = (1 / 1e5 ** (np.arange(0, rot, 2) / rot)).astype(np.float32)
+    inv_freq = (sign / 1e5 ** (np.arange(0, rot, 2) / rot)).astype(np.float32)
     got = call(unit, name, 6, rot, positions, inv_freq, 1.25)
     angles = torch.from_numpy(positions).float()[:, None] * torch.from_numpy(inv_freq)
     want = torch.cat([angles.double().cos(), angles.double().sin()], dim=-1).numpy() * 1.25
