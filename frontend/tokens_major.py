@@ -35,6 +35,8 @@ _POINTWISE = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor
               aten.silu.default, aten.gelu.default, aten.relu.default, aten.sigmoid.default,
               aten.exp.default, aten.sqrt.default, aten.square.default}  # fmt: skip
 _BIG = 1 << 60
+_MAX_RANGE = 1 << 20
+"""Elements of a range that the graph makes of numbers, which come from the configuration."""
 
 
 def module_path(node: fx.Node) -> str:
@@ -126,6 +128,8 @@ class _Importer:
         if target in (aten._assert_tensor_metadata.default, aten.sym_size.int) or "assert" in str(target):
             return None
         tensors = [self.values[a] for a in node.all_input_nodes if self.values[a] is not None]
+        if target is aten.arange.start_step and not node.all_input_nodes and node.meta["val"].numel() <= _MAX_RANGE:
+            return self.fold(node)
         if tensors and all(isinstance(t, Tensor) for t in tensors):
             return self.fold(node)
         if tensors and all(isinstance(t, WeightRef | Tensor) for t in tensors):

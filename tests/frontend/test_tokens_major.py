@@ -148,6 +148,17 @@ def test_ops_on_constants_are_evaluated() -> None:
     assert _targets(graph) == [aten.embedding.default, aten.add.Tensor]
 
 
+def test_a_range_of_numbers_is_a_constant() -> None:
+    graph = _import(Toy(lambda m, x, p: x + 1e4 ** (torch.arange(0, 2 * C, 2, dtype=torch.float32) / C)))
+    (constant,) = (n.meta["constant"] for n in graph.nodes if "constant" in n.meta)
+    torch.testing.assert_close(constant, 1e4 ** (torch.arange(0, 2 * C, 2, dtype=torch.float32) / C))
+
+
+def test_a_range_too_long_to_be_a_models_is_refused() -> None:
+    with pytest.raises(UserError, match=r"aten\.arange\.start_step .* the importer has no rule for it"):
+        _import(Toy(lambda m, x, p: x + torch.arange(0, 1 << 22, 1, dtype=torch.float32)[:C]))
+
+
 def test_a_weight_used_twice_is_one_input() -> None:
     assert len(_weights(_import(Toy(lambda m, x, p: x * m.vector + m.vector)))) == 2  # with the table
 
