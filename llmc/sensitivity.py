@@ -58,8 +58,8 @@ def measure(
 ) -> Sensitivity:
     """windows: token ids of the sequences that are measured on, all of one length."""
     with torch.no_grad():
-        run = _Run(graph, reader, windows, values, low, high, unit_done)
-        run.body()
+        run = _Run(graph, reader, windows, values, low, high)
+        run.body(unit_done)
         found: Sensitivity = run.divergences()
     return found
 
@@ -69,17 +69,9 @@ class _Run:
     the model in the high format; then n for every unit so far, in order."""
 
     def __init__(
-        self,
-        graph: fx.Graph,
-        reader: Reader,
-        windows: Sequence[Sequence[int]],
-        values: Values,
-        low: Format,
-        high: Format,
-        unit_done: Callable[[], None],
+        self, graph: fx.Graph, reader: Reader, windows: Any, values: Values, low: Format, high: Format
     ) -> None:
         self.graph, self.reader, self.quantised, self.low, self.high = graph, reader, values, low, high
-        self.unit_done = unit_done
         self.units = units_of(graph)
         self.length, self.sequences = len(windows[0]), len(windows)
         self.n = self.length * self.sequences
@@ -87,16 +79,16 @@ class _Run:
         self.tokens = torch.tensor([token for window in windows for token in window])
         self.live: dict[fx.Node, Any] = {}
 
-    @property
-    def query_start(self) -> Tensor:
-        return torch.arange(0, self.copies * self.n + 1, self.length)
-
     def inputs(self) -> dict[str, Tensor]:
-        positions = torch.arange(self.length).repeat(self.copies * self.sequences)
-        return {"tokens": self.tokens.repeat(self.copies), "positions": positions, "query_start": self.query_start,
-                "rows": torch.arange(0)}  # fmt: skip
+        return {
+            "tokens": self.tokens.repeat(self.copies),
+            "positions": torch.arange(self.length).repeat(self.copies * self.sequences),
+            "query_start": torch.arange(0, self.copies * self.n + 1, self.length),
+            "rows": torch.arange(0),
+        }
 
-    def body(self) -> None:
+    def body(self, unit_done: Callable[[], None]) -> None:
+        """Runs up to the head; unit_done is called after each unit."""
         tail, last, units = downstream(self.graph, "rows"), last_uses(self.graph), set(self.units)
         for node in self.graph.nodes:
             if node.op == "placeholder" and not is_weight(node):
@@ -105,6 +97,7 @@ class _Run:
                 self.live[node] = evaluate(node, self.live, self.reader)
                 if node in units:
                     self.fork(node)
+                    unit_done()
                 for used in node.all_input_nodes:
                     if last[used] is node:
                         self.live.pop(used, None)
@@ -124,7 +117,6 @@ class _Run:
                 self.live[other] = fresh.get(other.name)
             else:
                 self.live[other] = torch.cat([value, value[:n]])
-        self.unit_done()
 
     def linear(self, linear: Linear, rows: slice, format: Format) -> Tensor:
         """The op in a format, of some rows."""
