@@ -14,6 +14,12 @@ from llmc.passes.match import aten
 from llmc.passes.shapes import PROBE_R, PROBE_T
 
 VIEWS = (aten.view.default, aten.slice.Tensor)
+_MEANINGS = {
+    aten.sigmoid.default: "a sigmoid that gates values",
+    aten.mul.Tensor: "a product that no rewrite knows",
+    aten.select.int: "one of several values in every head",
+}
+"""What an op that is left says of an architecture."""
 
 
 def verify_lowered(graph: fx.Graph, skipped: dict[str, list[tuple[str, str]]]) -> None:
@@ -28,8 +34,9 @@ def verify_lowered(graph: fx.Graph, skipped: dict[str, list[tuple[str, str]]]) -
         if node.target not in allowed:
             reasons = [f"{name}: {why}" for name, notes in skipped.items() for who, why in notes if who == node.name]
             declined = "; ".join(reasons) or "no rewrite matches it"
+            meaning = _MEANINGS.get(node.target, "an operation without a rule")
             raise UserError(
-                f"llmc cannot build this architecture: it has an operation without a rule: op {node.target} at "
+                f"llmc cannot build this architecture: it has {meaning}: op {node.target} at "
                 f"{node.meta.get('path', '?')} has no lowering ({declined})"
             )
         if node.meta["shape"][0] not in (PROBE_T, PROBE_R):

@@ -74,7 +74,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
              "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96}},
     "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1,
              "layer_types": ["full_attention"] * 3},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": _SSM | {"mamba_d_ssm": 128},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
