@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(*arguments: str | os.PathLike[str], stdin: int = subprocess.PIPE, **env: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "llmc.cli", *map(os.fsencode, arguments)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=stdin, stdout=pipe, stderr=pipe, env=os.environ | env)
+    # A shell's background jobs ignore SIGINT, and so would what these tests start: it would wait for ever.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, stdin=stdin, stdout=pipe, stderr=pipe, env=os.environ | env, preexec_fn=heed)
 
 
 FLAGS = ("--temperature", "0", "--max-tokens", "6")
