@@ -160,6 +160,8 @@ def trace_failure(model: Any, error: Exception, layers: Sequence[int]) -> UserEr
                               "table of a fixed size)"])  # fmt: skip
     if "data-dependent" in str(error):
         return refusal(name, ["shapes or branches that depend on the values of its inputs"])
+    if "same device" in str(error) or "expected device" in str(error):
+        return refusal(name, ["tensors that its forward pass makes on a device of its own"])
     own = [f.f_code for f in path if "/transformers/models/" in f.f_code.co_filename]
     where = f": {own[-1].co_name} of {Path(own[-1].co_filename).name}" if own else ""
     return refusal(name, [f"a forward pass that cannot be traced{where}"])
