@@ -57,11 +57,8 @@ def no_quantizer(ref: WeightRef, format: Format, rows: Array) -> Codes | None:
     return None
 
 
-def quantised_rows(
-    reader: Reader, quantizer: Quantizer, ref: WeightRef, format: Format, start: int = 0, stop: int | None = None
-) -> Codes:
+def quantised_rows(quantizer: Quantizer, ref: WeightRef, format: Format, rows: Array) -> Codes:
     """Rows of a matrix in a format with groups, from their values."""
-    rows = ref.read(reader, start, stop)
     return quantizer(ref, format, rows) or pack.quantize_rows(format, rows)
 
 
@@ -134,20 +131,17 @@ class WeightTable:
         if not format.group:
             return ref.read(reader, start, stop)
 
-        def quantized(rows: Array) -> Codes:
-            return quantizer(ref, format, rows) or pack.quantize_rows(format, rows)
-
         def codes_of(name: str, lo: int, hi: int) -> Codes:
             own = None if coded is None else coded(name, lo, hi)
             held = None if own is None else own.held_by(format)
             self.kept[name, format] = self.kept.get((name, format), True) and held is not None
-            return quantized(reader(name, lo, hi)) if held is None else held
+            return quantised_rows(quantizer, ref, format, reader(name, lo, hi)) if held is None else held
 
         found = None if coded is None else ref.codes(codes_of, start, stop)
         if found is None:
             if coded is not None:  # the recipe computes with values
                 self.kept |= {(name, format): False for name in ref.tensors()}
-            return quantized(ref.read(reader, start, stop))
+            return quantised_rows(quantizer, ref, format, ref.read(reader, start, stop))
         return found
 
 

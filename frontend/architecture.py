@@ -177,11 +177,9 @@ _OP_MEANINGS = {
     "clamp": "activations that are clamped",
     "view_as_complex": "a rotary embedding in complex numbers",
     "polar": "a rotary embedding in complex numbers",
-    "sigmoid": "a sigmoid that gates values",
     "view_as": "values reshaped like others",
     "expand": "values repeated over another dimension",
     "ones": "a tensor of ones that its forward pass makes",
-    "mul": "a product of values of different shapes",
     "bmm": "a matrix product of two activations",
     "matmul": "a matrix product of two activations",
 }

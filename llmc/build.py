@@ -223,7 +223,7 @@ class _Build:
         with self.progress.bar("measure linears", len(units_of(graph)), "linear") as advance:
             self.budget = budget.decide(
                 graph, self.reader, budget.windows_of(tokens, self.max_model_len),
-                lambda ref, format: quantised_rows(self.reader, quantizer, ref, format).values(),
+                lambda ref, format: quantised_rows(quantizer, ref, format, ref.read(self.reader)).values(),
                 (W4, W8, self.context.head_format), self.options.max_weight_bytes or 0, lambda: advance(1),
             )  # fmt: skip
         return self.budget.formats
